@@ -1,0 +1,28 @@
+"""ENTAME for Hugging Face image classifiers: fine-tune without contaminating the features you came for."""
+
+from .config import EntameConfig
+from .energy import ErrorEnergy, error_energy
+from .errors import InputError
+from .heads import Head, find_heads
+from .layers import ZNormConv2d, ZNormLinear, z_norm
+from .patch import apply_entame, fold_entame
+from .trainer import EntameTrainer
+from .training_args import EntameTrainingArguments
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EntameConfig",
+    "EntameTrainer",
+    "EntameTrainingArguments",
+    "ErrorEnergy",
+    "Head",
+    "InputError",
+    "ZNormConv2d",
+    "ZNormLinear",
+    "apply_entame",
+    "error_energy",
+    "find_heads",
+    "fold_entame",
+    "z_norm",
+]

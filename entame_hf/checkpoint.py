@@ -1,0 +1,163 @@
+"""Checkpoints that load anywhere: the stock model folded, and what going on needs in a file beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import timm
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .config import EntameConfig
+from .heads import TIMM_PREFIX, find_heads, num_classes, timm_model
+from .layers import ZNormLeaf
+from .patch import folded_parameters, mark_applied, mark_trained, set_feature_norm
+
+HEAD_STATE_NAME = "entame_head.safetensors"
+
+
+def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Build the state dict of the stock model: heads folded, no statistics, timm's own names for timm's models.
+
+    Args:
+        model (`torch.nn.Module`): the model in training; it is left as it is.
+        state_dict (`dict[str, torch.Tensor]`, *optional*): its state dict where that was gathered from shards.
+
+    Returns:
+        `dict[str, torch.Tensor]`: the folded heads are new tensors, all others are the model's.
+    """
+    state = dict(model.state_dict() if state_dict is None else state_dict)
+    for path, leaf in _normalised(model):
+        mean, var = state.pop(f"{path}.znorm.mean"), state.pop(f"{path}.znorm.var")
+        state.pop(f"{path}.znorm.largest_batch")
+        state[f"{path}.weight"], state[f"{path}.bias"] = folded_parameters(
+            state[f"{path}.weight"], state.get(f"{path}.bias"), mean, var, leaf.znorm.eps
+        )
+    if isinstance(model, PreTrainedModel) and timm_model(model) is not None:
+        # timm loads strictly and knows no prefix; transformers loads both.
+        state = {name.removeprefix(TIMM_PREFIX): tensor for name, tensor in state.items()}
+    return state
+
+
+def save_head_state(model: nn.Module, config: EntameConfig, folder: str | Path) -> None:
+    """Write what folding loses: the heads as they train, and the statistics of their features.
+
+    Args:
+        model (`torch.nn.Module`): the model in training.
+        config ([`EntameConfig`]): what it is trained with; kept in the file's metadata.
+        folder (`str` or `Path`): the checkpoint's folder.
+    """
+    tensors = {
+        f"{path}.{name}": tensor.detach().contiguous()
+        for path, leaf in _normalised(model)
+        for name, tensor in leaf.state_dict().items()
+    }
+    metadata = {"format": "pt", "entame": json.dumps(config.to_dict())}
+    safetensors.torch.save_file(tensors, str(Path(folder, HEAD_STATE_NAME)), metadata=metadata)
+
+
+def saved_config(folder: str | Path) -> EntameConfig | None:
+    """Read which configuration a checkpoint was trained with; None where it was not trained with ENTAME."""
+    file = Path(folder, HEAD_STATE_NAME)
+    if not file.exists():
+        return None
+    with safe_open(str(file), framework="pt") as tensors:
+        return EntameConfig.from_dict(json.loads(tensors.metadata()["entame"]))
+
+
+def prepare_heads(model: nn.Module, config: EntameConfig) -> None:
+    """Give a model the structure that a checkpoint's head state needs, without drawing anything."""
+    set_feature_norm(find_heads(model, config.head), config)
+    mark_applied(model, config)
+
+
+def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
+    """Load a checkpoint into a model in memory through `from_pretrained`.
+
+    transformers saves some models under the names their checkpoints have on the Hub (ViT among them). Trainer's own
+    loading does not translate them back: it leaves such a backbone as it was, with a warning.
+
+    Args:
+        model (`PreTrainedModel`): of the class that was saved.
+        folder (`str` or `Path`): the checkpoint's folder.
+
+    Raises:
+        RuntimeError: the checkpoint does not hold exactly the model's tensors.
+    """
+    stock = type(model).from_pretrained(folder, dtype=model.dtype)
+    model.load_state_dict(stock.state_dict())
+
+
+def load_head_state(model: nn.Module, folder: str | Path) -> None:
+    """Load what [`save_head_state`] wrote, over the folded weights; does nothing where there is none.
+
+    Args:
+        model (`torch.nn.Module`): a model with the structure that was saved.
+        folder (`str` or `Path`): the checkpoint's folder.
+    """
+    file = Path(folder, HEAD_STATE_NAME)
+    if not file.exists():
+        return
+    tensors = safetensors.torch.load_file(str(file))
+    for path, leaf in _normalised(model):
+        prefix = f"{path}."
+        leaf.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
+        leaf.znorm.unfold_next = False
+    mark_trained(model)
+
+
+def adaptation_record(model: nn.Module, config: EntameConfig, method: str, learning_rate: float) -> dict[str, Any]:
+    """Describe, for the saved config, how a model was adapted; plain types that JSON can hold."""
+    heads = find_heads(model, config.head)
+    classes = num_classes(heads[0].module)
+    return {
+        "method": method,
+        **config.to_dict(),
+        "phi_w": config.weight_variance(classes, learning_rate),
+        "learning_rate": learning_rate,
+        "num_labels": classes,
+        "versions": {
+            "entame_hf": version("entame-hf"),
+            "timm": timm.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+@contextmanager
+def shareable_config(model: nn.Module, record: dict[str, Any]) -> Iterator[None]:
+    """Let the model's config, while it is being saved, say what was done and be readable by timm and transformers.
+
+    It is the caller's again afterwards: several models may share one config object.
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    changes: dict[str, Any] = {"entame": record}
+    if timm_model(model) is not None:
+        # null kills timm's loader, and a num_classes in it transformers': {} serves both.
+        changes["model_args"] = model.config.model_args or {}
+    before = {name: vars(model.config).get(name) for name in changes}
+    vars(model.config).update(changes)
+    try:
+        yield
+    finally:
+        vars(model.config).update(before)
+        if before["entame"] is None:
+            del model.config.entame
+
+
+def _normalised(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:
+    for path, module in model.named_modules():
+        if isinstance(module, ZNormLeaf):
+            yield path, module

@@ -1,0 +1,132 @@
+"""What to do to a classifier head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+Init = Literal["mei", "he_fan_out", "keep"]
+Method = Literal["base", "base_wu", "mei", "fn", "entame", "keep"]
+
+
+@dataclass(frozen=True)
+class EntameConfig:
+    """Say how the heads of a pretrained classifier start and what they are fed.
+
+    Args:
+        init (`"mei"`, `"he_fan_out"` or `"keep"`, *optional*, defaults to `"mei"`):
+            The distribution the weights are drawn from; biases are set to zero. `"mei"` is the maximum-entropy
+            initialisation N(0, φ_w), `"he_fan_out"` is N(0, 2/C), the paper's baseline, and `"keep"` leaves the
+            head as it is.
+        feature_norm (`bool`, *optional*, defaults to `True`):
+            Whether the head's input is z-normalised across the batch.
+        phi_w (`float`, *optional*, defaults to 1e-12):
+            φ_w, the variance of each weight under `"mei"`. Not used when `noise_lambda` is given.
+        noise_lambda (`float`, *optional*):
+            λ. When given, φ_w = (γλ/C)², with γ the peak learning rate and C the number of classes.
+        momentum (`float`, *optional*, defaults to 1.0):
+            How far a full batch moves the statistics used at inference, in (0, 1]; 1 replaces them (the paper).
+            Lower it for small batches.
+        eps (`float`, *optional*, defaults to 1e-5):
+            Added to the variance under the root.
+        head (`str` or `list[str]`, *optional*):
+            Dotted path, or paths, of the classifier leaves, for models where the search must not guess.
+
+    Raises:
+        ValueError: a field is outside of its domain; the message names what is allowed.
+
+    Example:
+
+    ```python
+    >>> from entame_hf import EntameConfig
+
+    >>> EntameConfig.for_method("base")
+    EntameConfig(init='he_fan_out', feature_norm=False, phi_w=1e-12, noise_lambda=None, ...)
+    ```
+
+    Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
+    """
+
+    init: Init = "mei"
+    feature_norm: bool = True
+    phi_w: float = 1e-12
+    noise_lambda: float | None = None
+    momentum: float = 1.0
+    eps: float = 1e-5
+    head: str | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.init not in get_args(Init):
+            raise ValueError(f"init={self.init!r} is unknown: use one of {', '.join(get_args(Init))}.")
+        for name in ("phi_w", "noise_lambda", "eps"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value} must be a positive number, for example {name}={_EXAMPLE[name]}.")
+        if not 0 < self.momentum <= 1:
+            raise ValueError(f"momentum={self.momentum} must be in (0, 1]; 1 is the paper's.")
+
+    @classmethod
+    def for_method(cls, method: Method, **changes: Any) -> EntameConfig:
+        """Build the configuration of one of the paper's methods.
+
+        Args:
+            method (`str`):
+                `"base"` (He fan-out head), `"base_wu"` (the same head; the warm-up step is the trainer's),
+                `"mei"`, `"fn"` (He fan-out head over normalised features), `"entame"` (MEI and FN) or `"keep"`
+                (the head as transformers or timm initialised it).
+            changes (*optional*):
+                Other fields of the configuration, for example `phi_w=1e-10`.
+
+        Returns:
+            [`EntameConfig`]
+
+        Raises:
+            ValueError: the method is unknown.
+        """
+        if method not in _METHODS:
+            raise ValueError(f"Method {method!r} is unknown: use one of {', '.join(_METHODS)}.")
+        init, feature_norm = _METHODS[method]
+        return replace(cls(init=init, feature_norm=feature_norm), **changes)
+
+    def weight_variance(self, num_classes: int, learning_rate: float | None = None) -> float:
+        """Compute φ_w for a head of `num_classes` classes.
+
+        Args:
+            num_classes (`int`): C.
+            learning_rate (`float`, *optional*): γ, the peak learning rate; needed with `noise_lambda` only.
+
+        Returns:
+            `float`: `phi_w`, or (γλ/C)² where `noise_lambda` is given (equation 20).
+
+        Raises:
+            ValueError: `noise_lambda` is given without a learning rate.
+        """
+        if self.noise_lambda is None:
+            return self.phi_w
+        if not learning_rate:
+            raise ValueError("noise_lambda needs the peak learning rate: apply_entame(..., learning_rate=1e-4).")
+        return (learning_rate * self.noise_lambda / num_classes) ** 2
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to plain types that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EntameConfig:
+        """Build a configuration from `to_dict`'s result; keys that it does not know are an error."""
+        unknown = values.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"EntameConfig has no field {', '.join(sorted(unknown))}.")
+        return cls(**values)
+
+
+_EXAMPLE = {"phi_w": "1e-12", "noise_lambda": "1.0", "eps": "1e-5"}
+_METHODS: dict[str, tuple[Init, bool]] = {
+    "base": ("he_fan_out", False),
+    "base_wu": ("he_fan_out", False),
+    "mei": ("mei", False),
+    "fn": ("he_fan_out", True),
+    "entame": ("mei", True),
+    "keep": ("keep", False),
+}

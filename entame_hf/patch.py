@@ -1,0 +1,286 @@
+"""Put ENTAME into a model, and take it out again."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+from timm.layers import Linear as TimmLinear
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .config import EntameConfig
+from .heads import Head, Leaf, find_heads, num_classes, num_features
+from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+# timm's Linear differs from torch's in TorchScript alone.
+STOCK_LEAVES = (nn.Linear, nn.Conv2d, TimmLinear, ZNormLinear, ZNormConv2d)
+# What transformers' `initializer_range` and timm's heads have in common.
+REBUILT_STD = 0.02
+
+
+def apply_entame(
+    model: ModelT,
+    config: EntameConfig | None = None,
+    *,
+    num_labels: int | None = None,
+    learning_rate: float | None = None,
+    generator: torch.Generator | None = None,
+) -> ModelT:
+    """Initialise a classifier's heads to maximum entropy and normalise what they are fed, in place.
+
+    Every tensor but the heads' weights and biases stays bit-identical, and every parameter remains the same object
+    under the same name, so optimizers and adapters that refer to it go on working. Applying the same configuration
+    again changes nothing.
+
+    Args:
+        model (`torch.nn.Module`): see [`find_heads`].
+        config ([`EntameConfig`], *optional*): defaults to the paper's: maximum-entropy head, normalised features.
+        num_labels (`int`, *optional*):
+            Rebuild the heads for this many classes first, `config.num_labels`, `num_classes` and label maps
+            included. Under `init="keep"` a rebuilt head is drawn from N(0, 0.02²).
+        learning_rate (`float`, *optional*): γ, the peak learning rate; needed with `noise_lambda` only.
+        generator (`torch.Generator`, *optional*):
+            A CPU generator to draw from, so that a seed gives the same head on every device; the heads are then
+            drawn anew even if the same configuration was applied before. Defaults to torch's global generator.
+
+    Returns:
+        `torch.nn.Module`: `model` itself.
+
+    Raises:
+        ValueError: no head was found, the model is a regression model, its weights are on the meta device, or its
+            config says that it was adapted already and the new head would wipe the old one.
+
+    Example:
+
+    ```python
+    >>> import timm
+    >>> from entame_hf import apply_entame
+
+    >>> model = apply_entame(timm.create_model("resnet18"), num_labels=10)
+    >>> model.fc
+    ZNormLinear(
+      in_features=512, out_features=10, bias=True
+      (znorm): ZNorm(512, eps=1e-05, momentum=1.0, sync=True)
+    )
+    ```
+
+    Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
+    """
+    config = config or EntameConfig()
+    heads = find_heads(model, config.head)
+    for head in heads:
+        _check(head, config, num_labels)
+    if num_labels is not None and any(num_classes(head.module) != num_labels for head in heads):
+        _resize(model, heads, num_labels, generator)
+    elif applied_config(model) == config and generator is None and not was_adapted(model):
+        return model
+    elif config.init != "keep" and num_labels is None and was_adapted(model):
+        raise ValueError(
+            "This model was adapted with ENTAME before, and a new head would wipe what its head has learned. "
+            'Pass EntameConfig(init="keep") to go on from its head, or apply_entame(model, num_labels=...) to '
+            "start a new one."
+        )
+    set_feature_norm(heads, config)
+    if config.init != "keep":
+        for head in heads:
+            _draw(head.module, _std(head.module, config, learning_rate), generator)
+    mark_applied(model, config)
+    if num_labels is not None:
+        _forget_adaptation(model)
+    return model
+
+
+def fold_entame(model: ModelT) -> ModelT:
+    """Fold feature normalisation into the classifiers: the stock model again, with the same logits in eval mode.
+
+    Args:
+        model (`torch.nn.Module`): changed in place; a model without normalised heads is left as it is.
+
+    Returns:
+        `torch.nn.Module`: `model` itself. A head that had no bias gets one where its features were normalised.
+
+    Example:
+
+    ```python
+    >>> import timm
+    >>> from entame_hf import apply_entame, fold_entame
+
+    >>> fold_entame(apply_entame(timm.create_model("resnet18"), num_labels=10)).fc
+    Linear(in_features=512, out_features=10, bias=True)
+    ```
+    """
+    for leaf in list(model.modules()):
+        if isinstance(leaf, ZNormLeaf):
+            _fold(leaf)
+    vars(model).pop("entame_config", None)
+    return model
+
+
+def folded_parameters(
+    weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the weight and bias of the stock classifier that equals one over normalised features.
+
+    Args:
+        weight (`torch.Tensor` of shape `(C, K, *)`): the classifier's.
+        bias (`torch.Tensor` of shape `(C,)`, *optional*): the classifier's.
+        mean (`torch.Tensor` of shape `(K,)`): stored mean μ̂.
+        var (`torch.Tensor` of shape `(K,)`): stored variance σ̂².
+        eps (`float`): added to the variance under the root.
+
+    Returns:
+        `tuple` of weight `W / sqrt(σ̂² + ε)` and bias `b − W μ̂ / sqrt(σ̂² + ε)`, computed in float64, in the dtype
+        of `weight`.
+    """
+    flat = weight.detach().flatten(1).double() * torch.rsqrt(var.double() + eps)
+    shift = flat @ mean.double()
+    start = torch.zeros_like(shift) if bias is None else bias.detach().double()
+    return flat.view(weight.shape).to(weight.dtype), (start - shift).to(weight.dtype)
+
+
+def applied_config(model: nn.Module) -> EntameConfig | None:
+    """Get the configuration that is applied to a model, and None where there is none."""
+    return vars(model).get("entame_config")
+
+
+def mark_applied(model: nn.Module, config: EntameConfig) -> None:
+    """Note on the model which configuration its heads have."""
+    vars(model)["entame_config"] = config
+
+
+def mark_trained(model: nn.Module) -> None:
+    """Note on the model that its heads hold something that could be lost."""
+    vars(model)["entame_trained"] = True
+
+
+def was_adapted(model: nn.Module) -> bool:
+    """Tell whether the model's head was trained with ENTAME, here or according to the config it was loaded with."""
+    if vars(model).get("entame_trained", False):
+        return True
+    if not isinstance(model, PreTrainedModel):
+        return False
+    record = getattr(model.config, "entame", None)
+    # A head that from_pretrained replaced for another number of classes holds nothing that could be lost.
+    return record is not None and record["num_labels"] == model.config.num_labels
+
+
+def _forget_adaptation(model: nn.Module) -> None:
+    vars(model).pop("entame_trained", None)
+    if isinstance(model, PreTrainedModel) and hasattr(model.config, "entame"):
+        del model.config.entame
+
+
+def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
+    leaf = head.module
+    classes = num_classes(leaf) if num_labels is None else num_labels
+    if classes < 2:
+        raise ValueError(
+            f"{head.path} would have {classes} output: that is regression, and ENTAME is about the entropy over "
+            "classes. Use two outputs for a binary task: num_labels=2."
+        )
+    if leaf.weight.is_meta:
+        raise ValueError(f"{head.path} is on the meta device and has no values yet: load the weights, then apply.")
+    if config.feature_norm and type(leaf) not in STOCK_LEAVES:
+        raise ValueError(
+            f"{head.path} is a {type(leaf).__name__}, which may compute more than a Linear or a Conv2d: its input "
+            "cannot be normalised. Pass EntameConfig(feature_norm=False), or put a plain layer in its place."
+        )
+    if config.init == "keep" and config.feature_norm and leaf.bias is None and not isinstance(leaf, ZNormLeaf):
+        raise ValueError(
+            f"{head.path} has no bias, so what it has learned cannot be carried over to normalised features. "
+            'Pass EntameConfig(init="keep", feature_norm=False).'
+        )
+
+
+def _std(leaf: Leaf, config: EntameConfig, learning_rate: float | None) -> float:
+    classes = num_classes(leaf)
+    # He's fan-out of a classifier is C: kernels are 1×1.
+    variance = 2 / classes if config.init == "he_fan_out" else config.weight_variance(classes, learning_rate)
+    return math.sqrt(variance)
+
+
+@torch.no_grad()
+def _draw(leaf: Leaf, std: float, generator: torch.Generator | None) -> None:
+    # transformers' own initialisers do nothing to loaded tensors; and drawing on the CPU makes devices agree.
+    leaf.weight.copy_(torch.empty(leaf.weight.shape).normal_(0, std, generator=generator))
+    if leaf.bias is not None:
+        leaf.bias.zero_()
+
+
+def _resize(model: nn.Module, heads: list[Head], num_labels: int, generator: torch.Generator | None) -> None:
+    """Give every head `num_labels` outputs, drawn as transformers would, and tell everybody who counts them."""
+    before = {num_classes(head.module) for head in heads}
+    for head in heads:
+        leaf = head.module
+        leaf.weight = _empty_like(leaf.weight, num_labels)
+        if leaf.bias is not None:
+            leaf.bias = _empty_like(leaf.bias, num_labels)
+        setattr(leaf, "out_features" if isinstance(leaf, nn.Linear) else "out_channels", num_labels)
+        _draw(leaf, REBUILT_STD, generator)
+    for module in model.modules():
+        for name in ("num_classes", "num_labels"):
+            if vars(module).get(name) in before:
+                setattr(module, name, num_labels)
+    if isinstance(model, PreTrainedModel):
+        # The setter makes label maps of the new length.
+        model.config.num_labels = num_labels
+
+
+def _empty_like(parameter: Tensor, rows: int) -> nn.Parameter:
+    return nn.Parameter(parameter.new_empty((rows, *parameter.shape[1:])), requires_grad=parameter.requires_grad)
+
+
+def set_feature_norm(heads: list[Head], config: EntameConfig) -> None:
+    """Make the heads normalise their input, or not, as the configuration says; no weight is drawn.
+
+    The class of a leaf is exchanged and the leaf itself stays: parameters, hooks, aliases and references survive.
+    A head that is kept gives the same logits as before.
+    """
+    for head in heads:
+        leaf = head.module
+        if isinstance(leaf, ZNormLeaf) and config.init != "keep":
+            _exchange(leaf, stock=True)
+        if isinstance(leaf, ZNormLeaf) and config.feature_norm:
+            leaf.znorm.eps, leaf.znorm.momentum = config.eps, config.momentum
+        elif isinstance(leaf, ZNormLeaf):
+            _fold(leaf)
+        elif config.feature_norm:
+            _normalise_input(leaf, config)
+
+
+def _normalise_input(leaf: Leaf, config: EntameConfig) -> None:
+    znorm = ZNorm(
+        num_features(leaf),
+        eps=config.eps,
+        momentum=config.momentum,
+        dim=-1 if isinstance(leaf, nn.Linear) else -3,
+        device=leaf.weight.device,
+    )
+    if config.init == "keep":
+        znorm.set_identity_()
+        znorm.unfold_next = True
+    leaf.znorm = znorm.train(leaf.training)
+    _exchange(leaf, stock=False)
+
+
+def _fold(leaf: ZNormLeaf) -> None:
+    weight, bias = folded_parameters(leaf.weight, leaf.bias, leaf.znorm.mean, leaf.znorm.var, leaf.znorm.eps)
+    with torch.no_grad():
+        leaf.weight.copy_(weight)
+        if leaf.bias is None:
+            leaf.bias = nn.Parameter(bias)
+        else:
+            leaf.bias.copy_(bias)
+    _exchange(leaf, stock=True)
+
+
+def _exchange(leaf: nn.Module, *, stock: bool) -> None:
+    """Make a leaf an instance of the stock class, or of the one that normalises."""
+    if stock:
+        del leaf.znorm
+    kinds = (nn.Linear, nn.Conv2d) if stock else (ZNormLinear, ZNormConv2d)
+    leaf.__class__ = kinds[0] if isinstance(leaf, nn.Linear) else kinds[1]

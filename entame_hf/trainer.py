@@ -1,0 +1,236 @@
+"""A `Trainer` that starts every head at maximum entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import find_batch_size
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from .callbacks import EnergyRecorder, StepCallback
+from .checkpoint import (
+    adaptation_record,
+    load_head_state,
+    load_weights,
+    prepare_heads,
+    save_head_state,
+    saved_config,
+    shareable_config,
+    stock_state_dict,
+)
+from .config import EntameConfig
+from .heads import find_heads, num_classes
+from .models import as_transformers
+from .patch import applied_config, apply_entame
+from .training_args import HeadArguments
+
+logger = logging.get_logger(__name__)
+
+# Below this, the statistics of one batch are too noisy to evaluate with.
+SMALL_BATCH = 64
+
+
+class EntameTrainer(Trainer):
+    """Fine-tune an image classifier with ENTAME: a drop-in for [`Trainer`].
+
+    When `train()` starts afresh, the heads are drawn (with `args.seed`) and their features normalised; when it
+    resumes, the checkpoint's are loaded. Nothing happens to a model that is only evaluated. Every checkpoint holds the
+    folded stock model, which loads without this package.
+
+    Args:
+        model (`torch.nn.Module`, *optional*): as for [`Trainer`]; a bare timm model is wrapped for transformers.
+        args (`TrainingArguments` or [`EntameTrainingArguments`], *optional*):
+            With the former, the head's options have their defaults.
+        trainer_args: everything else [`Trainer`] takes, by position or by name.
+        entame ([`EntameConfig`], *optional*):
+            Goes before `args.entame_method`. Where it is left out and [`apply_entame`] was called on the model, the
+            configuration given there is used.
+
+    Raises:
+        ValueError: on `train()`, the model's config says that it was adapted already and the head would be wiped.
+
+    Example:
+
+    ```python
+    >>> import timm
+    >>> from entame_hf import EntameTrainer, EntameTrainingArguments
+
+    >>> model = timm.create_model("resnet18", num_classes=10)
+    >>> trainer = EntameTrainer(model, EntameTrainingArguments("out"), train_dataset=train_dataset)  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    ```
+    """
+
+    args: Any
+    model: Any
+    state: Any
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *trainer_args: Any,
+        entame: EntameConfig | None = None,
+        **trainer_kwargs: Any,
+    ) -> None:
+        if args is not None and args.n_gpu > 1:
+            logger.warning(
+                f"Using one of {args.n_gpu} GPUs: DataParallel keeps no feature statistics. "
+                "To use them all, start with: accelerate launch your_script.py"
+            )
+            args._n_gpu = 1
+        super().__init__(None if model is None else as_transformers(model), args, *trainer_args, **trainer_kwargs)
+        self.entame = entame
+        # Most vision models take **kwargs and scale nothing, which Trainer mistakes for a loss that is already
+        # divided: gradients would grow with gradient accumulation (transformers#47688).
+        self.model_accepts_loss_kwargs = False
+        self.energies = EnergyRecorder()
+        self.add_callback(StepCallback(self.energies, self.log))
+        self._micro_batches: list[int] = []
+
+    @property
+    def head_args(self) -> HeadArguments:
+        """The head's options: `args` where it has them, else their defaults."""
+        return self.args if isinstance(self.args, HeadArguments) else HeadArguments()
+
+    def entame_config(self) -> EntameConfig:
+        """Resolve what is done to the heads: the argument `entame`, else [`apply_entame`]'s, else `args`."""
+        asked = self.entame or self.head_args.entame_config()
+        applied = applied_config(self.model)
+        unasked = self.entame is None and asked == EntameConfig()
+        return applied if applied is not None and unasked else asked
+
+    # A bare timm model from model_init needs the wrapper too.
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        return as_transformers(super().call_model_init(trial))
+
+    # The last moment before the optimizer sees the parameters, and after a trial has set its learning rate.
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        if resume_from_checkpoint is None:
+            self._start_heads()
+        if self.args.device.type == "cpu":
+            self.model.to(memory_format=torch.channels_last)
+        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _start_heads(self) -> None:
+        config, gamma = self.entame_config(), self.args.learning_rate
+        # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
+        generator = torch.Generator().manual_seed(self.args.seed)
+        apply_entame(self.model, config, learning_rate=gamma, generator=generator)
+        statistics_batch = self._train_batch_size * self.args.world_size
+        if config.feature_norm and config.momentum == 1 and statistics_batch < SMALL_BATCH:
+            logger.warning(
+                f"Evaluation will use the feature statistics of one batch of {statistics_batch}, which is noisy: "
+                f"below {SMALL_BATCH}, pass EntameTrainingArguments(znorm_momentum=0.1)."
+            )
+        if config.init == "mei" and gamma > 0:
+            classes = num_classes(find_heads(self.model, config.head)[0].module)
+            noise = statistics_batch * config.weight_variance(classes, gamma) * (classes / gamma) ** 2
+            message = f"Nλ² = {noise:.3g}: the share of noise in the head's energy after a first plain gradient step."
+            if noise >= 1:
+                logger.warning(f"{message} At 1 and above, most of it; pass a smaller phi_w or noise_lambda.")
+            else:
+                logger.info(message)
+
+    # The heads' own learning rate needs a parameter group of their own before the scheduler reads the groups.
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        ours = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        multiplier = self.head_args.head_lr_multiplier
+        if ours and multiplier != 1:
+            heads = {id(parameter) for parameter in self._head_parameters()}
+            for group in list(optimizer.param_groups):
+                own = [p for p in group["params"] if id(p) in heads]
+                if own:
+                    group["params"] = [p for p in group["params"] if id(p) not in heads]
+                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * multiplier})
+        return optimizer
+
+    def _head_parameters(self) -> list[nn.Parameter]:
+        heads = find_heads(self.model, self.entame_config().head)
+        return [parameter for head in heads for parameter in head.module.parameters()]
+
+    # An epoch's last window may hold a smaller micro-batch: its mean loss counts for its examples, not for a batch.
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._micro_batches = [find_batch_size(batch) or 0 for batch in batches]
+        return batches, num_items
+
+    # The only place that sees a micro-batch's loss, logits and labels together.
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        labels, examples = inputs.get("labels"), find_batch_size(inputs)
+        loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
+        if model.training and self._micro_batches:
+            if self.compute_loss_func is None and len(set(self._micro_batches)) > 1:
+                loss = loss * (examples * len(self._micro_batches) / sum(self._micro_batches))
+            if labels is not None and self.state.global_step < self.head_args.energy_logging_steps:
+                self.energies.observe(outputs["logits"] if isinstance(outputs, dict) else outputs[-1], labels)
+        return (loss, outputs) if return_outputs else loss
+
+    # Head warm-up: after the backward, before clipping. Without gradients the optimizer skips the backbone and its
+    # state, and DDP's reducer has done its work, so that nothing is frozen or unfrozen under it.
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        warming_up = self.state.global_step < self.head_args.warmup_steps_of_head()
+        if warming_up and self.accelerator.sync_gradients:
+            heads = {id(parameter) for parameter in self._head_parameters()}
+            for parameter in self.model.parameters():
+                if id(parameter) not in heads:
+                    parameter.grad = None
+        return loss
+
+    # Plain from_pretrained would silently drop the statistics: what is written is the folded stock model.
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        applied = applied_config(self.model)
+        if applied is None:
+            return super()._save(output_dir, state_dict)
+        record = adaptation_record(self.model, applied, self.head_args.entame_method, self.args.learning_rate)
+        with shareable_config(self.model, record):
+            super()._save(output_dir, stock_state_dict(self.model, state_dict))
+        if self.args.should_save:
+            save_head_state(self.model, applied, output_dir or self.args.output_dir)
+
+    # The un-folded head and its statistics need a place in the model before they are loaded.
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        config = saved_config(resume_from_checkpoint)
+        if config is not None:
+            if config != self.entame_config():
+                raise ValueError(
+                    f"{resume_from_checkpoint} was trained with {config}, and this run asks for "
+                    f"{self.entame_config()}. Resume with the same configuration, or start a new run from it."
+                )
+            prepare_heads(self.model, config)
+        if self._is_whole():
+            load_weights(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        load_head_state(self.model, resume_from_checkpoint)
+
+    # The best model goes on being evaluated here, un-folded, with its own statistics.
+    def _load_best_model(self) -> None:
+        if self._is_whole():
+            load_weights(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+        load_head_state(self.model, self.state.best_model_checkpoint)
+
+    def _is_whole(self) -> bool:
+        """Tell whether this process holds the whole of a transformers model: not sharded, not an adapter's."""
+        return isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)

@@ -1,0 +1,104 @@
+"""Training arguments with the paper's defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import get_args
+
+from transformers import TrainingArguments
+
+from .config import EntameConfig, Method
+
+
+@dataclass
+class HeadArguments:
+    """Hold what [`EntameTrainer`] needs beyond `TrainingArguments`; with these defaults where it gets the latter."""
+
+    entame_method: str = field(
+        default="entame",
+        metadata={"help": f"What happens to the head: {', '.join(get_args(Method))}."},
+    )
+    phi_w: float = field(default=1e-12, metadata={"help": "φ_w, the variance of the head's initial weights."})
+    noise_lambda: float | None = field(
+        default=None, metadata={"help": "λ: φ_w = (learning_rate · λ / classes)², instead of phi_w."}
+    )
+    znorm_momentum: float = field(
+        default=1.0,
+        metadata={"help": "How far a full batch moves the feature statistics used in evaluation; in (0, 1]."},
+    )
+    head_lr_multiplier: float = field(
+        default=1.0, metadata={"help": "The heads' learning rate over the backbone's; 1 is the paper."}
+    )
+    head_warmup_steps: int | None = field(
+        default=None,
+        metadata={"help": "Optimizer steps that update the heads only; by default 1 for base_wu and 0 otherwise."},
+    )
+    energy_logging_steps: int = field(
+        default=20,
+        metadata={"help": "First steps for which the energy of the error is logged, each; 0 is off."},
+    )
+
+    def warmup_steps_of_head(self) -> int:
+        """Resolve `head_warmup_steps`: Base+WU is Base with one warm-up step."""
+        if self.head_warmup_steps is None:
+            return 1 if self.entame_method == "base_wu" else 0
+        return self.head_warmup_steps
+
+    def entame_config(self) -> EntameConfig:
+        """Build the head's configuration, which checks the values it is made of."""
+        return EntameConfig.for_method(
+            self.entame_method,  # type: ignore[arg-type]
+            phi_w=self.phi_w,
+            noise_lambda=self.noise_lambda,
+            momentum=self.znorm_momentum,
+        )
+
+
+@dataclass
+class EntameTrainingArguments(HeadArguments, TrainingArguments):
+    """Set up a fine-tuning run with ENTAME: `TrainingArguments` with the paper's defaults and the head's options.
+
+    The learning rate is 1e-4 and constant, the optimizer Adam without weight decay, and no column of the data set is
+    removed, because transforms need the image column.
+
+    Args:
+        entame_method (`str`, *optional*, defaults to `"entame"`):
+            `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`].
+        phi_w (`float`, *optional*, defaults to 1e-12): φ_w, the variance of the head's initial weights.
+        noise_lambda (`float`, *optional*): λ, which replaces `phi_w` by (γλ/C)² with γ = `learning_rate`.
+        znorm_momentum (`float`, *optional*, defaults to 1.0):
+            How far a full batch moves the feature statistics that evaluation uses; in (0, 1].
+        head_lr_multiplier (`float`, *optional*, defaults to 1.0):
+            The heads' learning rate over the backbone's, in a parameter group of their own.
+        head_warmup_steps (`int`, *optional*):
+            Optimizer steps that update the heads only. Defaults to 1 for `"base_wu"` and to 0 otherwise.
+        energy_logging_steps (`int`, *optional*, defaults to 20):
+            For this many first steps the energy of the error is logged, each step; 0 turns it off.
+
+    Raises:
+        ValueError: a value is outside of its domain; the message names what is allowed.
+
+    Example:
+
+    ```python
+    >>> from entame_hf import EntameTrainingArguments
+
+    >>> EntameTrainingArguments("out", entame_method="mei", report_to="none").learning_rate
+    0.0001
+    ```
+    """
+
+    learning_rate: float = field(default=1e-4, metadata={"help": "γ, the peak learning rate."})
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "The schedule of the learning rate."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Whether to remove columns that the model's forward does not name."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.entame_config()
+        if not self.head_lr_multiplier > 0:
+            raise ValueError(f"head_lr_multiplier={self.head_lr_multiplier} must be positive; 1 is the paper.")
+        for name in ("head_warmup_steps", "energy_logging_steps"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or a number of steps.")

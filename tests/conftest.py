@@ -1,0 +1,145 @@
+"""Small classifiers of every common kind, and data to train them on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    BeitConfig,
+    BeitForImageClassification,
+    ConvNextConfig,
+    ConvNextForImageClassification,
+    PreTrainedModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from entame_hf.models import as_transformers
+
+# Models this small train fastest on one thread, and idle threads that spin slow down whatever runs beside the tests.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+TINY_VIT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+
+def _timm(name: str, **kwargs: object) -> Callable[[int], nn.Module]:
+    return lambda num_labels: timm.create_model(name, num_classes=num_labels, **kwargs)
+
+
+def _tiny_vgg(num_labels: int) -> nn.Module:
+    model = timm.models.vgg.VGG([16, "M", 16, "M"], num_classes=num_labels, mlp_ratio=0.02)
+    model.pretrained_cfg = timm.get_pretrained_cfg("vgg11").to_dict()
+    return model
+
+
+def _hf(model: type[PreTrainedModel], config: type, **kwargs: object) -> Callable[[int], nn.Module]:
+    return lambda num_labels: model(config(num_labels=num_labels, **kwargs))
+
+
+# name: (factory by number of classes, side of the images, path of the head)
+CLASSIFIERS: dict[str, tuple[Callable[[int], nn.Module], int, str]] = {
+    "timm-resnet": (_timm("test_resnet"), 32, "fc"),
+    "timm-densenet": (_timm("densenet121", growth_rate=8, block_config=(2, 2)), 64, "classifier"),
+    "timm-vgg": (_tiny_vgg, 64, "head.fc"),
+    "timm-inception_v3": (_timm("inception_v3"), 96, "fc"),
+    "timm-efficientnet": (_timm("test_efficientnet"), 32, "classifier"),
+    "timm-vit": (_timm("test_vit", img_size=32), 32, "head"),
+    "timm-swin": (
+        _timm(
+            "swin_tiny_patch4_window7_224",
+            img_size=32,
+            embed_dim=16,
+            depths=(1, 1),
+            num_heads=(1, 2),
+            window_size=4,
+        ),
+        32,
+        "head.fc",
+    ),
+    "timm-convnext": (_timm("test_convnext"), 32, "head.fc"),
+    "timm-wrapped": (
+        lambda n: as_transformers(timm.create_model("test_resnet", num_classes=n)),
+        32,
+        "timm_model.fc",
+    ),
+    "hf-resnet": (
+        _hf(ResNetForImageClassification, ResNetConfig, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
+        32,
+        "classifier.1",
+    ),
+    "hf-vit": (_hf(ViTForImageClassification, ViTConfig, **TINY_VIT), 32, "classifier"),
+    "hf-swin": (
+        _hf(
+            SwinForImageClassification,
+            SwinConfig,
+            image_size=32,
+            embed_dim=16,
+            depths=[1, 1],
+            num_heads=[1, 2],
+            window_size=4,
+        ),
+        32,
+        "classifier",
+    ),
+    "hf-convnext": (
+        _hf(ConvNextForImageClassification, ConvNextConfig, hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+        32,
+        "classifier",
+    ),
+    "hf-beit": (_hf(BeitForImageClassification, BeitConfig, **TINY_VIT), 32, "classifier"),
+}
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    outputs = model(images)
+    return outputs.logits if hasattr(outputs, "logits") else outputs
+
+
+@pytest.fixture(params=CLASSIFIERS, ids=str)
+def classifier(request: pytest.FixtureRequest) -> tuple[Callable[[int], nn.Module], int, str]:
+    torch.manual_seed(0)
+    return CLASSIFIERS[request.param]
+
+
+@pytest.fixture
+def tiny_vit() -> ViTForImageClassification:
+    """A transformers classifier without batch normalisation: what one example gives depends on no other."""
+    torch.manual_seed(0)
+    return ViTForImageClassification(
+        ViTConfig(num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **TINY_VIT)
+    )
+
+
+class RandomImages(Dataset):
+    """Images whose class shows in their brightness, so that there is something to learn."""
+
+    def __init__(self, count: int, side: int = 32, classes: int = 10, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.labels = torch.arange(count) % classes
+        self.images = torch.randn(count, 3, side, side, generator=generator) + self.labels.view(-1, 1, 1, 1) / classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"pixel_values": self.images[index], "labels": self.labels[index]}

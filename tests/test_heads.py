@@ -1,0 +1,45 @@
+import pytest
+import timm
+import torch
+from torch import nn
+
+from entame_hf import EntameConfig, apply_entame, find_heads
+
+
+def test_finds_the_leaf(classifier):
+    build, _, path = classifier
+    model = build(10)
+    (head,) = find_heads(model)
+    assert head.path == path
+    assert head.module is model.get_submodule(path)
+
+
+def test_inner_layers_as_wide_as_the_classes_are_no_heads(classifier):
+    build, _, path = classifier
+    # 32 and 16 are widths inside of these models.
+    for width in (16, 32):
+        assert [head.path for head in find_heads(build(width))] == [path]
+
+
+def test_paths_are_taken_at_their_word():
+    model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Conv2d(3, 4, 1), "c": nn.Conv2d(3, 4, 3)})
+    assert [head.path for head in find_heads(model, ["a", "b"])] == ["a", "b"]
+    with pytest.raises(ValueError, match=r"'d' is nothing in ModuleDict.*Candidates: c, b, a"):
+        find_heads(model, "d")
+    with pytest.raises(ValueError, match="kernel is 1×1"):
+        find_heads(model, "c")
+
+
+def test_an_unknown_model_is_not_guessed():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 10))
+    with pytest.raises(ValueError, match=r'No classifier head found in Sequential. Pass EntameConfig\(head="path"\)'):
+        find_heads(model)
+    apply_entame(model, EntameConfig(head="2"))
+    assert model[2].weight.std() < 1e-5
+
+
+def test_a_model_without_a_head_is_refused_with_the_remedy():
+    with torch.device("meta"):
+        model = timm.create_model("test_resnet", num_classes=0)
+    with pytest.raises(ValueError, match="num_classes=10"):
+        find_heads(model)
