@@ -1,0 +1,148 @@
+"""Find the image and the label column of a dataset, and turn labels into class indices."""
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import ClassLabel, Dataset, Features, Image
+
+from ..errors import InputError
+
+
+def find_image_column(features: Features, name: str | None = None) -> str:
+    """Find the column that holds the images.
+
+    Args:
+        features (`datasets.Features`):
+            The dataset's columns.
+        name (`str`, *optional*):
+            The column that the user named: images, bytes, `{"bytes", "path"}` or paths.
+
+    Returns:
+        `str`: The named column, else the only one of type `datasets.Image`.
+
+    Raises:
+        InputError: If the column doesn't exist or can't hold images, or if none or several could be meant.
+    """
+    if name is not None:
+        _require_column(features, name, "--image_column_name")
+        if not _may_hold_images(features[name]):
+            raise InputError(
+                f"--image_column_name {name} holds {features[name]}; allowed are images, bytes, "
+                f"{{bytes, path}} and paths. Columns: {', '.join(features)}."
+            )
+        return name
+    candidates = [column for column, feature in features.items() if isinstance(feature, Image)]
+    return _only(candidates, features, "image", "--image_column_name")
+
+
+def find_label_column(features: Features, name: str | None = None) -> str:
+    """Find the column that holds the labels.
+
+    Args:
+        features (`datasets.Features`):
+            The dataset's columns.
+        name (`str`, *optional*):
+            The column that the user named: class labels, strings, integers or booleans.
+
+    Returns:
+        `str`: The named column, else the only `datasets.ClassLabel`, else the column "label" or "labels".
+
+    Raises:
+        InputError: If the column doesn't exist or holds something else, or if none or several could be meant.
+    """
+    if name is None:
+        candidates = [column for column, feature in features.items() if isinstance(feature, ClassLabel)]
+        candidates = candidates or [column for column in ("label", "labels") if column in features]
+        name = _only(candidates, features, "label", "--label_column_name")
+    _require_column(features, name, "--label_column_name")
+    if not _may_hold_labels(features[name]):
+        raise InputError(
+            f"Label column {name!r} holds {features[name]}; allowed: ClassLabel, string, integer, boolean. "
+            f"Name another with --label_column_name; columns: {', '.join(features)}."
+        )
+    return name
+
+
+def encode_labels(parts: dict[str, Dataset], column: str) -> tuple[dict[str, Dataset], list[str]]:
+    """Turn the label column of all parts into one `datasets.ClassLabel`.
+
+    Strings are sorted as strings ("10" before "2"), integers as numbers. A `datasets.ClassLabel` keeps its
+    names.
+
+    Args:
+        parts (`dict[str, datasets.Dataset]`):
+            The splits, by the name that the user knows them by.
+        column (`str`):
+            The label column.
+
+    Returns:
+        `tuple[dict[str, datasets.Dataset], list[str]]`: The parts, encoded, and the names of the classes.
+
+    Raises:
+        InputError: If a label is missing: None, or -1 in a `datasets.ClassLabel`.
+    """
+    values = {part: label_values(dataset, column) for part, dataset in parts.items()}
+    feature = next(iter(parts.values())).features[column]
+    for part, array in values.items():
+        missing = array.null_count
+        if isinstance(feature, ClassLabel):
+            missing += pc.sum(pc.less(array, 0)).as_py() or 0
+        if missing:
+            raise InputError(
+                f"{missing:,} of {len(array):,} images of split {part!r} have no label in column {column!r}. "
+                "Remove them, or choose other splits with --train_split and --eval_split."
+            )
+    if isinstance(feature, ClassLabel):
+        return parts, list(feature.names)
+
+    classes = sorted({value for array in values.values() for value in pc.unique(array).to_pylist()})
+    names = [str(value) for value in classes]
+    encoded = {}
+    for part, dataset in parts.items():
+        codes = pc.index_in(values[part], value_set=pa.array(classes, type=values[part].type))
+        encoded[part] = dataset.remove_columns(column).add_column(
+            column, codes.cast(pa.int64()).to_pylist(), feature=ClassLabel(names=names)
+        )
+    return encoded, names
+
+
+def label_values(dataset: Dataset, column: str) -> pa.ChunkedArray:
+    """Give a column as Arrow holds it, without touching the images beside it."""
+    return dataset.select_columns([column]).with_format("arrow")[:].column(column)
+
+
+def _require_column(features: Features, name: str, flag: str) -> None:
+    if name not in features:
+        raise InputError(f"{flag} {name}: no such column. Columns: {', '.join(features)}.")
+
+
+def _only(candidates: list[str], features: Features, what: str, flag: str) -> str:
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        raise InputError(f"No {what} column found. Name it with {flag}; columns: {', '.join(features)}.")
+    raise InputError(
+        f"Several columns could hold the {what}: {', '.join(candidates)}. Choose one: {flag} {candidates[0]}."
+    )
+
+
+def _may_hold_images(feature: object) -> bool:
+    if isinstance(feature, dict):
+        return {"bytes", "path"} <= feature.keys()
+    kinds = ("binary", "large_binary", "string", "large_string")
+    return isinstance(feature, Image) or (isinstance(feature, datasets.Value) and feature.dtype in kinds)
+
+
+def _may_hold_labels(feature: object) -> bool:
+    if isinstance(feature, datasets.Value):
+        kind = feature.pa_type
+        return any(
+            test(kind)
+            for test in (
+                pa.types.is_integer,
+                pa.types.is_string,
+                pa.types.is_large_string,
+                pa.types.is_boolean,
+            )
+        )
+    return isinstance(feature, ClassLabel)

@@ -1,0 +1,215 @@
+"""Turn images into a model's input, as its image processor says."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data.transforms import str_to_interp_mode
+from torch import Tensor
+from torchvision import transforms as v1
+from torchvision.transforms import v2
+from transformers import BaseImageProcessor, TimmWrapperImageProcessor
+from transformers.image_utils import PILImageResampling, pil_torch_interpolation_mapping
+
+from ..errors import InputError
+
+AUGMENTATIONS = ("none", "flip", "random_resized_crop")
+
+Transform = Callable[[Image.Image], Tensor]
+
+
+def evaluation_transform(processor: BaseImageProcessor) -> Transform:
+    """Build the transform for evaluation: exactly what the processor does.
+
+    Args:
+        processor ([`~transformers.BaseImageProcessor`]):
+            The model's image processor.
+
+    Returns:
+        `Callable`: From an RGB `PIL.Image.Image` to a float tensor (C, H, W). It can be pickled.
+
+    Example:
+
+    ```python
+    >>> evaluation_transform(AutoImageProcessor.from_pretrained("google/vit-base-patch16-224"))(image).shape
+    torch.Size([3, 224, 224])
+    ```
+    """
+    if isinstance(processor, TimmWrapperImageProcessor):
+        return processor.val_transforms
+    return partial(_process, processor)
+
+
+def training_transform(processor: BaseImageProcessor, augmentation: str = "flip") -> Transform:
+    """Build the transform for training. Its randomness is torch's.
+
+    Args:
+        processor ([`~transformers.BaseImageProcessor`]):
+            The model's image processor.
+        augmentation (`str`, *optional*, defaults to `"flip"`):
+            `"none"`: as in evaluation. `"flip"`: the same after a random horizontal flip.
+            `"random_resized_crop"`: a random crop of random size and aspect, resized to the model's input,
+            and a random flip, then only what the processor does to values.
+
+    Returns:
+        `Callable`: From an RGB `PIL.Image.Image` to a float tensor (C, H, W). It can be pickled.
+
+    Raises:
+        InputError: If there is no such augmentation.
+    """
+    if augmentation not in AUGMENTATIONS:
+        raise InputError(f"--augmentation {augmentation}: no such choice. Choices: {', '.join(AUGMENTATIONS)}.")
+    evaluate = evaluation_transform(processor)
+    if augmentation == "none":
+        return evaluate
+    if augmentation == "flip":
+        return v2.Compose([v2.RandomHorizontalFlip(), evaluate])
+    crop = v2.RandomResizedCrop(output_size(processor), interpolation=_interpolation(processor))
+    return v2.Compose([crop, v2.RandomHorizontalFlip(), _values_only(processor)])
+
+
+def output_size(processor: BaseImageProcessor) -> tuple[int, int]:
+    """Find the size of the images that a processor gives, by running it.
+
+    Args:
+        processor ([`~transformers.BaseImageProcessor`]):
+            The image processor.
+
+    Returns:
+        `tuple[int, int]`: Height and width.
+
+    Raises:
+        InputError: If it gives no images, or images whose size depends on the input's, which fit no batch.
+    """
+    shapes = {tuple(evaluation_transform(processor)(Image.new("RGB", size)).shape) for size in ((96, 64), (64, 96))}
+    if len(shapes) != 1 or len(shape := shapes.pop()) != 3:
+        raise InputError(f"{type(processor).__name__} does not give images of one size. Set it: --image_size 224.")
+    return shape[1], shape[2]
+
+
+def set_image_size(processor: BaseImageProcessor, size: int) -> BaseImageProcessor:
+    """Make a processor that resizes to size × size, without cropping.
+
+    A processor that can only keep the aspect ratio (such as ConvNeXT's below 384) resizes the shorter edge to
+    `size` and takes the square in the middle.
+
+    Args:
+        processor ([`~transformers.BaseImageProcessor`]):
+            The model's image processor; it is left as it is.
+        size (`int`):
+            Height and width.
+
+    Returns:
+        [`~transformers.BaseImageProcessor`]: A processor of the same class.
+
+    Raises:
+        InputError: If the size isn't positive or the processor can't be set to it.
+    """
+    if size < 1:
+        raise InputError(f"--image_size {size} is not a size. Give a positive number of pixels, such as 224.")
+    if isinstance(processor, TimmWrapperImageProcessor):
+        return _rebuild_timm(processor, input_size=(3, size, size), crop_pct=1.0, crop_mode="squash")
+    square = {"height": size, "width": size}
+    settings = processor.to_dict()
+    exact = {"crop_pct": 1.0, "resize_short": size, "size_divisor": 1}
+    exact = {key: value for key, value in exact.items() if key in settings}
+    # Processors differ in which of these they understand, and none says so: the first that works is taken.
+    for attempt in (
+        {"size": square, "do_center_crop": False, **exact},
+        {"size": {"shortest_edge": size}, "do_center_crop": False, **exact},
+        {"size": {"shortest_edge": size}, "do_center_crop": True, **exact},
+    ):
+        resized = _rebuild(processor, do_resize=True, crop_size=square, **attempt)
+        try:
+            if output_size(resized) == (size, size):
+                return resized
+        except (AttributeError, KeyError, TypeError, ValueError):
+            continue
+    raise InputError(f"--image_size {size}: {type(processor).__name__} cannot be set to it. Leave it out.")
+
+
+def set_normalization(
+    processor: BaseImageProcessor, mean: Sequence[float], std: Sequence[float]
+) -> BaseImageProcessor:
+    """Make a processor that normalises with other statistics.
+
+    Args:
+        processor ([`~transformers.BaseImageProcessor`]):
+            The model's image processor; it is left as it is.
+        mean (`Sequence[float]`):
+            The mean of each channel, of values as the processor scales them, by default to [0, 1].
+        std (`Sequence[float]`):
+            The standard deviation of each channel.
+
+    Returns:
+        [`~transformers.BaseImageProcessor`]: A processor of the same class.
+
+    Raises:
+        InputError: If a standard deviation isn't positive or the processor doesn't apply them.
+    """
+    if min(std) <= 0:
+        raise InputError(f"The standard deviations {list(std)} must be positive.")
+    if isinstance(processor, TimmWrapperImageProcessor):
+        return _rebuild_timm(processor, mean=tuple(mean), std=tuple(std))
+    # EfficientNet's processor divides by the deviation a second time where include_top is set.
+    once = {"include_top": False} if "include_top" in processor.to_dict() else {}
+    plain, normalized = (
+        _rebuild(processor, do_normalize=True, image_mean=m, image_std=s, **once)
+        for m, s in (([0.0] * 3, [1.0] * 3), (list(mean), list(std)))
+    )
+    # Some processors take these settings and ignore them (MobileViT's) or reorder channels (PPLCNet's).
+    before, after = (evaluation_transform(p)(Image.new("RGB", (64, 64), (50, 100, 150))) for p in (plain, normalized))
+    if not torch.allclose(v2.functional.normalize(before, list(mean), list(std)), after, atol=1e-3):
+        raise InputError(f"{type(processor).__name__} cannot take another mean and std. Leave --normalization out.")
+    return normalized
+
+
+def update_pretrained_cfg(pretrained_cfg: dict[str, Any], processor: TimmWrapperImageProcessor) -> dict[str, Any]:
+    """Write a timm processor's settings into its model's `config.pretrained_cfg`, where timm keeps them.
+
+    `TimmWrapperImageProcessor.save_pretrained` saves nothing: what isn't in there is lost.
+
+    Args:
+        pretrained_cfg (`dict[str, Any]`):
+            The model's `config.pretrained_cfg`; it is left as it is.
+        processor ([`~transformers.TimmWrapperImageProcessor`]):
+            The processor that the model was trained with.
+
+    Returns:
+        `dict[str, Any]`: What to put in its place.
+    """
+    updated = {**pretrained_cfg, **processor.data_config}
+    if tuple(updated["input_size"]) != tuple(pretrained_cfg.get("input_size", ())):
+        # timm may prefer these where it evaluates; they belong to the size that the model had before.
+        updated = {k: v for k, v in updated.items() if k not in ("test_input_size", "test_crop_pct")}
+    return updated
+
+
+def _process(processor: BaseImageProcessor, image: Image.Image, **kwargs: Any) -> Tensor:
+    return processor(image, return_tensors="pt", **kwargs)["pixel_values"][0]
+
+
+def _values_only(processor: BaseImageProcessor) -> Transform:
+    if isinstance(processor, TimmWrapperImageProcessor):
+        steps = processor.val_transforms.transforms
+        start = next(i for i, step in enumerate(steps) if isinstance(step, v1.ToTensor))
+        return v1.Compose(steps[start:])
+    return partial(_process, processor, do_resize=False, do_center_crop=False)
+
+
+def _interpolation(processor: BaseImageProcessor) -> v2.InterpolationMode:
+    if isinstance(processor, TimmWrapperImageProcessor):
+        return str_to_interp_mode(processor.data_config["interpolation"])
+    resample = processor.to_dict().get("resample", PILImageResampling.BILINEAR)
+    return pil_torch_interpolation_mapping[PILImageResampling(resample)]
+
+
+def _rebuild(processor: BaseImageProcessor, **changes: Any) -> BaseImageProcessor:
+    return type(processor).from_dict({**processor.to_dict(), **changes})
+
+
+def _rebuild_timm(processor: TimmWrapperImageProcessor, **changes: Any) -> TimmWrapperImageProcessor:
+    architecture = processor.to_dict().get("architecture")
+    return type(processor)({**processor.data_config, **changes}, architecture=architecture)

@@ -1,0 +1,279 @@
+"""Datasets become a training and an evaluation part with one image and one label column."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Sequence, Value
+
+from entame_hf.data import load_splits
+from entame_hf.errors import InputError
+
+LABELS = ClassLabel(names=["cat", "dog", "owl"])
+
+
+def table(labels, feature=LABELS, column: str = "label", **more) -> Dataset:
+    """Make rows whose images are junk: loading must not decode them."""
+    size = len(labels)
+    columns = {"image": [{"bytes": b"junk %d" % i, "path": None} for i in range(size)], column: labels}
+    features = {"image": Image(), column: feature}
+    for name, (values, kind) in more.items():
+        columns[name], features[name] = values, kind
+    return Dataset.from_dict(columns, features=Features(features))
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Load from splits in memory."""
+
+    def load_from(splits: dict[str, Dataset] | Dataset, **kwargs):
+        loaded = DatasetDict(splits if isinstance(splits, dict) else {"train": splits})
+        monkeypatch.setattr(datasets, "load_dataset", lambda *args: loaded)
+        return load_splits(dataset_name="some/thing", **kwargs)
+
+    return load_from
+
+
+def ids(dataset: Dataset) -> set[bytes]:
+    return {row["image"]["bytes"] for row in dataset}
+
+
+def test_a_local_parquet_folder_loads(tmp_path: Path):
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    table([0, 1, 2, 1]).to_parquet(folder / "train-00000-of-00001.parquet")
+    table([1]).to_parquet(folder / "test-00000-of-00001.parquet")
+    splits = load_splits(dataset_name=str(folder))
+    assert (len(splits.train), len(splits.evaluation)) == (4, 1)
+    assert splits.class_names == ["cat", "dog", "owl"]
+    assert splits.train.features == Features({"image": Image(decode=False), "label": LABELS})
+    assert splits.train[3] == {"image": {"bytes": b"junk 3", "path": None}, "label": 1}
+
+
+def test_a_folder_of_images_loads(tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(10):
+            (tmp_path / name / f"{i}.jpg").touch()
+    splits = load_splits(data_dir=str(tmp_path), test_fraction=0.3)
+    assert Counter(splits.evaluation["label"]) == {0: 3, 1: 3}
+    assert (splits.image_column, splits.label_column, splits.class_names) == ("image", "label", ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "expected"),
+    [
+        ("train validation test", {}, ("train", "validation")),
+        ("train test", {}, ("train", "test")),
+        ("train extra", {"eval_split": "extra"}, ("train", "extra")),
+        ("training testing", {"train_split": "training", "eval_split": "testing"}, ("training", "testing")),
+        ("test extra", {"train_split": "extra"}, ("extra", "test")),
+        ("validation other", {}, (None, "validation")),
+    ],
+    ids=["validation_first", "then_test", "named", "both_named", "train_named", "evaluation_only"],
+)
+def test_splits_are_chosen(load, names, options, expected):
+    # The number of rows tells which split it was.
+    sizes = {name: 3 * (i + 1) for i, name in enumerate(names.split())}
+    splits = load({name: table([0, 1, 2] * (size // 3)) for name, size in sizes.items()}, **options)
+    assert (splits.train and len(splits.train)) == (expected[0] and sizes[expected[0]])
+    assert len(splits.evaluation) == sizes[expected[1]]
+
+
+@pytest.mark.parametrize("options", [{}, {"eval_split": "train"}], ids=["no_other_split", "train_named_twice"])
+def test_a_share_of_each_class_is_held_out(load, options):
+    data = {"train": table([0] * 100 + [1] * 20 + [2] * 40)}
+    if options:
+        data["test"] = table([0, 1, 2])
+    splits = load(data, **options)
+    assert Counter(splits.evaluation["label"]) == {0: 15, 1: 3, 2: 6}
+    assert Counter(splits.train["label"]) == {0: 85, 1: 17, 2: 34}
+    assert not ids(splits.train) & ids(splits.evaluation)
+    assert ids(splits.train) | ids(splits.evaluation) == {b"junk %d" % i for i in range(160)}
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+def test_every_class_of_two_or_more_is_in_both_parts(load, fraction):
+    splits = load(table([0, 0, 1, 2, 2, 2]), test_fraction=fraction)
+    assert set(splits.train["label"]) == {0, 1, 2}
+    assert set(splits.evaluation["label"]) == {0, 2}
+
+
+def test_the_seed_decides(load):
+    data = table([0, 1] * 100)
+    draws = {
+        seed: [load(data, seed=s, max_train_samples=50, max_eval_samples=10) for s in (seed, seed)] for seed in (1, 2)
+    }
+    for first, second in draws.values():
+        assert ids(first.train) == ids(second.train)
+        assert ids(first.evaluation) == ids(second.evaluation)
+        assert (len(first.train), len(first.evaluation)) == (50, 10)
+    assert ids(draws[1][0].evaluation) != ids(draws[2][0].evaluation)
+    assert ids(draws[1][0].train) != ids(draws[2][0].train)
+
+
+def test_images_are_drawn_from_everywhere(load):
+    splits = load(table([0] * 50 + [1] * 50), max_train_samples=20, max_eval_samples=8)
+    assert set(splits.train["label"]) == set(splits.evaluation["label"]) == {0, 1}
+
+
+def test_limits_above_the_size_keep_everything(load):
+    splits = load({"train": table([0, 1, 2]), "test": table([0, 1])}, max_train_samples=9, max_eval_samples=9)
+    assert (len(splits.train), len(splits.evaluation)) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("labels", "dtype", "names"),
+    [
+        (["b", "10", "2", "b"], "string", ["10", "2", "b"]),
+        ([10, 2, -3, 10], "int64", ["-3", "2", "10"]),
+        ([7, 0, 7, 0], "uint8", ["0", "7"]),
+        ([True, False, True, True], "bool", ["False", "True"]),
+    ],
+    ids=["strings", "integers", "bytes", "booleans"],
+)
+def test_labels_without_names_are_encoded(load, labels, dtype, names):
+    splits = load({"train": table(labels, Value(dtype), "labels"), "test": table(labels[:2], Value(dtype), "labels")})
+    assert splits.class_names == names
+    assert [names[i] for i in splits.train["labels"]] == [str(label) for label in labels]
+    assert [names[i] for i in splits.evaluation["labels"]] == [str(label) for label in labels[:2]]
+    assert splits.train.features["labels"] == ClassLabel(names=names)
+
+
+def test_names_of_absent_classes_are_kept(load):
+    assert load(table([0, 0, 2, 2])).class_names == ["cat", "dog", "owl"]
+
+
+FINE = {"fine_label": ([0, 1, 0, 1], ClassLabel(names=["x", "y"]))}
+
+
+def test_named_columns_are_taken(load):
+    data = table([0, 1, 2, 0], thumb=([b"1", b"2", b"3", b"4"], Value("binary")), **FINE)
+    splits = load(data, image_column="thumb", label_column="fine_label")
+    assert splits.class_names == ["x", "y"]
+    assert splits.train.features["thumb"] == Image(decode=False)
+    assert splits.train[0]["thumb"] == {"bytes": b"1", "path": None}
+    assert splits.train.column_names == ["thumb", "fine_label"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"),
+    [
+        ("/a.jpg", Value("string"), {"bytes": None, "path": "/a.jpg"}),
+        (
+            {"bytes": b"x", "path": "a"},
+            {"bytes": Value("binary"), "path": Value("string")},
+            {"bytes": b"x", "path": "a"},
+        ),
+    ],
+    ids=["paths", "bytes_and_path"],
+)
+def test_other_columns_hold_images_where_they_are_named(load, value, kind, expected):
+    data = table([0, 1] * 2, file=([value] * 4, kind))
+    assert load(data, image_column="file").train[0]["file"] == expected
+
+
+TWO_IMAGES = {"other": ([{"bytes": b"", "path": None}] * 4, Image())}
+MULTI = {"tags": ([[0], [1], [0], [1]], Sequence(ClassLabel(names=["x", "y"])))}
+FOUR = [0, 1, 2, 0]
+ERRORS = {
+    "two_label_columns": (table(FOUR, **FINE), {}, "label, fine_label.*--label_column_name label"),
+    "two_image_columns": (table(FOUR, **TWO_IMAGES), {}, "image, other.*--image_column_name image"),
+    "no_label_column": (
+        table(FOUR, Value("int64"), "kind"),
+        {},
+        "No label column.*--label_column_name.*kind",
+    ),
+    "no_image_column": (table(FOUR).remove_columns("image"), {}, "No image column.*--image_column_name"),
+    "label_and_labels": (
+        table(FOUR, Value("int64")).add_column("labels", FOUR),
+        {},
+        "label, labels.*--label_column_name",
+    ),
+    "named_label_absent": (table(FOUR), {"label_column": "y"}, "--label_column_name y: no such.*image"),
+    "named_image_absent": (table(FOUR), {"image_column": "x"}, "--image_column_name x: no such.*label"),
+    "image_is_no_image": (table(FOUR), {"image_column": "label"}, "--image_column_name label holds"),
+    "label_is_a_list": (table(FOUR, **MULTI), {"label_column": "tags"}, "'tags' holds .*allowed: ClassLabel"),
+    "label_is_a_float": (table([0.5] * 4, Value("float32")), {}, "'label' holds .*float32"),
+    "same_column": (
+        table(FOUR, file=(["a", "b"] * 2, Value("string"))),
+        {"image_column": "file", "label_column": "file"},
+        "cannot hold both",
+    ),
+    "unlabelled_rows": (table([0, -1, 1, -1, -1]), {}, "3 of 5 images of split 'train' have no label"),
+    "none_label": (table([0, None, 1]), {}, "1 of 3 images of split 'train' have no label"),
+    "none_string": (table(["a", None, "b"], Value("string")), {}, "1 of 3 images of split 'train'"),
+    "unlabelled_test": (
+        {"train": table(FOUR), "test": table([-1] * 7)},
+        {},
+        "7 of 7 images of split 'test' have no label.*--eval_split",
+    ),
+    "unknown_class": ({"train": table([0, 1]), "test": table([0, 2])}, {}, "1 of the classes.*'owl'"),
+    "unknown_string": (
+        {"train": table(["a", "b"], Value("string")), "test": table(["a", "zz"], Value("string"))},
+        {},
+        "'zz'",
+    ),
+    "one_class": (table([1, 1, 1]), {}, "one class only to train on, 'dog'"),
+    "single_images": (table([0, 1, 2]), {}, "single image"),
+    "empty_split": ({"train": table([0, 1]), "test": table([])}, {}, "'test' is empty"),
+    "no_such_train_split": (table(FOUR), {"train_split": "t"}, "--train_split t: no such split.*train"),
+    "no_such_eval_split": (table(FOUR), {"eval_split": "t"}, "--eval_split t: no such split.*train"),
+    "no_usual_split": ({"all": table(FOUR)}, {}, "--train_split; splits: all"),
+    "fraction_0": (table(FOUR), {"test_fraction": 0.0}, r"--test_fraction 0.0 is outside \(0, 1\)"),
+    "fraction_1": (table(FOUR), {"test_fraction": 1.0}, "--test_fraction 1.0"),
+    "fraction_nan": (table(FOUR), {"test_fraction": float("nan")}, "--test_fraction nan"),
+    "no_train_samples": (table(FOUR), {"max_train_samples": 0}, "--max_train_samples 0"),
+    "no_eval_samples": (table(FOUR), {"max_eval_samples": -1}, "--max_eval_samples -1"),
+}
+
+
+@pytest.mark.parametrize(("data", "options", "message"), ERRORS.values(), ids=ERRORS)
+def test_what_cannot_be_used_is_named(load, data, options, message):
+    with pytest.raises(InputError, match=message) as error:
+        load(data, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"dataset_name": "a/b", "data_dir": "c"}], ids=["none", "both"])
+def test_one_source_is_given(options):
+    with pytest.raises(InputError, match=r"either --dataset_name .* or --data_dir"):
+        load_splits(**options)
+
+
+def test_a_dataset_that_does_not_load_is_an_input_error(tmp_path: Path):
+    with pytest.raises(InputError, match=f"Cannot load --dataset_name {tmp_path}/nowhere"):
+        load_splits(dataset_name=str(tmp_path / "nowhere"))
+    table([0, 1]).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(InputError, match=r"_name odd: .*'odd' not found.*default"):
+        load_splits(dataset_name=str(tmp_path), dataset_config_name="odd")
+
+
+def test_no_secret_is_told(monkeypatch):
+    token = "hf_" + "aB3" * 11
+
+    def fail(*args):
+        raise ConnectionError(f"403 for https://user:pass@hub/x?Signature=abc&Expires=1\nwith Bearer {token}")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(InputError) as error:
+        load_splits(dataset_name=f"https://{token}@hub/x")
+    message = str(error.value)
+    assert not re.search(rf"{token}|Signature|pass@|\n", message)
+    assert "403 for https://hub/x with Bearer hf_***" in message
+
+
+def test_labels_of_an_evaluation_part_alone_are_encoded(load):
+    splits = load({"test": table(["b", "a"], Value("string"))})
+    assert splits.train is None
+    assert (splits.class_names, list(splits.evaluation["label"])) == (["a", "b"], [1, 0])
+
+
+def test_rows_keep_their_label(load):
+    labels = np.random.default_rng(0).integers(0, 3, 200).tolist()
+    splits = load(table(labels), max_train_samples=60)
+    for row in [*splits.train, *splits.evaluation]:
+        assert row["label"] == labels[int(row["image"]["bytes"].split()[1])]

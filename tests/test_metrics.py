@@ -1,0 +1,24 @@
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from entame_hf.metrics import classification_metric, metrics_of_predictions, predicted_classes
+
+
+def test_against_the_definitions():
+    predictions, references = [0, 0, 1, 1, 2], [0, 1, 1, 1, 0]
+    result = classification_metric().compute(predictions=predictions, references=references)
+    # Class 0: precision 1/2, recall 1/2; class 1: 1, 2/3; class 2: never right.
+    assert result["accuracy"] == pytest.approx(3 / 5)
+    assert result["f1_macro"] == pytest.approx((0.5 + 0.8 + 0) / 3)
+
+
+def test_in_a_trainers_place():
+    logits = torch.tensor([[0.1, 0.9], [2.0, -1.0]])
+    labels = np.array([1, 1])
+    for given in (logits, (logits, None)):
+        classes = predicted_classes(given, None)
+        assert classes.tolist() == [1, 0]
+        prediction = EvalPrediction(predictions=classes.numpy(), label_ids=labels)
+        assert metrics_of_predictions()(prediction)["accuracy"] == 0.5
