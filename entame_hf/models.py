@@ -1,4 +1,4 @@
-"""Bare timm models in, transformers classifiers out."""
+"""Model ids and bare timm models in, transformers classifiers and their image processors out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,67 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TimmWrapperConfig, TimmWrapperForImageClassification
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    BaseImageProcessor,
+    PreTrainedModel,
+)
 
+from .errors import InputError
 from .heads import timm_model
 
 
-def as_transformers(model: nn.Module) -> nn.Module:
+def load_classifier(
+    name: str, class_names: list[str], *, revision: str = "main", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, BaseImageProcessor]:
+    """Load a pretrained classifier, with a new head where its classes differ in number, and its image processor.
+
+    Args:
+        name (`str`): an id on the Hub (`timm/...` included) or a local folder.
+        class_names (`list[str]`): names of the classes, by index.
+        revision (`str`, *optional*, defaults to `"main"`): branch, tag or commit on the Hub.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): whether code of the repository may run.
+
+    Returns:
+        The model, in eval mode, and its image processor.
+
+    Raises:
+        InputError: the model cannot be loaded, or is no image classifier.
+    """
+    where = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        processor = AutoImageProcessor.from_pretrained(name, **where)
+        model = AutoModelForImageClassification.from_pretrained(
+            name,
+            num_labels=len(class_names),
+            **label_maps(class_names),
+            ignore_mismatched_sizes=True,
+            **where,
+        )
+    # What the libraries raise for an unknown id, an unreadable file, another task or a need for remote code.
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise InputError(
+            f"Cannot load --model_name_or_path {name}: {reason}. Give the id of an image classifier on the Hub, such "
+            "as timm/resnet50.a1_in1k, or a folder that save_pretrained has written."
+        ) from error
+    return model, processor
+
+
+def label_maps(class_names: list[str]) -> dict[str, dict[Any, Any]]:
+    """Build `id2label` and `label2id` for a model's config."""
+    return {"id2label": dict(enumerate(class_names)), "label2id": {name: i for i, name in enumerate(class_names)}}
+
+
+def timm_processor(model: PreTrainedModel) -> BaseImageProcessor:
+    """Build the image processor of a wrapped timm model that was never saved, from what timm knows of it."""
+    from transformers import TimmWrapperImageProcessor
+
+    return TimmWrapperImageProcessor(model.config.pretrained_cfg, architecture=model.config.architecture)
+
+
+def as_transformers(model: nn.Module) -> Any:
     """Wrap a bare timm model so that Trainer can train it; every other model is returned as it is.
 
     The wrapper holds `model` itself: what is trained through it is trained in place.
@@ -28,6 +83,9 @@ def as_transformers(model: nn.Module) -> nn.Module:
     inner = timm_model(model)
     if inner is None or isinstance(model, PreTrainedModel):
         return model
+    # Imported where it is needed: it imports timm, half of what importing this package would cost.
+    from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
+
     architecture = inner.pretrained_cfg["architecture"]
     for model_args in _likely_arguments(inner):
         config = TimmWrapperConfig.from_dict(
@@ -41,8 +99,8 @@ def as_transformers(model: nn.Module) -> nn.Module:
             wrapper.timm_model = inner
             return wrapper
     raise ValueError(
-        f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={inner.num_classes}), so no "
-        "checkpoint of it would load. Build it through transformers, which saves the arguments: "
+        f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={inner.num_classes}), so "
+        "no checkpoint of it would load. Build it through transformers, which saves the arguments: "
         "AutoModelForImageClassification.from_pretrained(..., model_args={...})."
     )
 

@@ -6,7 +6,6 @@ import math
 from typing import TypeVar
 
 import torch
-from timm.layers import Linear as TimmLinear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,8 +15,6 @@ from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# timm's Linear differs from torch's in TorchScript alone.
-STOCK_LEAVES = (nn.Linear, nn.Conv2d, TimmLinear, ZNormLinear, ZNormConv2d)
 # What transformers' `initializer_range` and timm's heads have in common.
 REBUILT_STD = 0.02
 
@@ -184,7 +181,7 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
         )
     if leaf.weight.is_meta:
         raise ValueError(f"{head.path} is on the meta device and has no values yet: load the weights, then apply.")
-    if config.feature_norm and type(leaf) not in STOCK_LEAVES:
+    if config.feature_norm and not _is_plain(leaf):
         raise ValueError(
             f"{head.path} is a {type(leaf).__name__}, which may compute more than a Linear or a Conv2d: its input "
             "cannot be normalised. Pass EntameConfig(feature_norm=False), or put a plain layer in its place."
@@ -194,6 +191,17 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
             f"{head.path} has no bias, so what it has learned cannot be carried over to normalised features. "
             'Pass EntameConfig(init="keep", feature_norm=False).'
         )
+
+
+def _is_plain(leaf: Leaf) -> bool:
+    """Tell whether a leaf computes what torch's own layers do."""
+    if type(leaf) in (nn.Linear, nn.Conv2d, ZNormLinear, ZNormConv2d):
+        return True
+    # Imported where it is needed: timm would be half of what importing this package costs.
+    from timm.layers import Linear
+
+    # It differs from torch's in TorchScript alone.
+    return type(leaf) is Linear
 
 
 def _std(leaf: Leaf, config: EntameConfig, learning_rate: float | None) -> float:

@@ -96,7 +96,7 @@ def test_the_saved_config_says_what_was_done(tmp_path):
     assert record["phi_w"] == 1e-10
     assert record["learning_rate"] == trainer.args.learning_rate
     assert record["num_labels"] == 10
-    assert set(record["versions"]) == {"entame_hf", "timm", "torch", "transformers"}
+    assert set(record["versions"]) == {"entame-hf", "timm", "torch", "transformers"}
 
 
 def test_weights_are_saved_under_timms_names(tmp_path):

@@ -22,3 +22,8 @@ def test_in_a_trainers_place():
         assert classes.tolist() == [1, 0]
         prediction = EvalPrediction(predictions=classes.numpy(), label_ids=labels)
         assert metrics_of_predictions()(prediction)["accuracy"] == 0.5
+
+
+def test_ignored_labels_are_not_counted():
+    prediction = EvalPrediction(predictions=np.array([0, 1, 1]), label_ids=np.array([0, -100, 0]))
+    assert metrics_of_predictions()(prediction)["accuracy"] == 0.5

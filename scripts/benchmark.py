@@ -1,0 +1,188 @@
+"""Measure what ENTAME costs, each ratio side by side in one process; one JSON line a measurement.
+
+python scripts/benchmark.py overhead      a training step of EntameTrainer over one of Trainer (needs a GPU)
+python scripts/benchmark.py apply         apply_entame on a ViT-L, beyond drawing its head's numbers
+python scripts/benchmark.py import        importing entame_hf after transformers' Trainer
+python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import timm
+import torch
+import transformers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from entame_hf import EntameTrainer, apply_entame, find_heads
+from entame_hf.models import as_transformers
+
+
+class StepTimer(TrainerCallback):
+    """Time the steps after the first `skip`, with the device's queue empty at both ends."""
+
+    def __init__(self, skip: int) -> None:
+        self.skip, self.seconds = skip, 0.0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step in (self.skip, state.max_steps):
+            torch.cuda.synchronize()
+            self.seconds = time.perf_counter() - self.seconds
+
+
+class Indices(torch.utils.data.Dataset):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def overhead(options: argparse.Namespace) -> dict[str, Any]:
+    """Train a ResNet-50 at 224 px in bf16 on images that lie on the GPU: nothing but the step is left to time."""
+    images = torch.randn(4 * options.batch, 3, 224, 224, device="cuda")
+    labels = torch.randint(10, (len(images),), device="cuda")
+
+    def collate(indices: list[int]) -> dict[str, Tensor]:
+        rows = torch.tensor(indices, device="cuda")
+        return {"pixel_values": images[rows], "labels": labels[rows]}
+
+    def seconds_per_step(kind: type[Trainer]) -> float:
+        torch.manual_seed(0)
+        model = as_transformers(timm.create_model("resnet50", num_classes=10).to(memory_format=torch.channels_last))
+        timer = StepTimer(skip=25)
+        args = TrainingArguments(
+            tempfile.mkdtemp(),
+            max_steps=25 + options.steps,
+            per_device_train_batch_size=options.batch,
+            learning_rate=1e-4,
+            bf16=True,
+            logging_steps=options.steps,
+            save_strategy="no",
+            remove_unused_columns=False,
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+        )
+        kind(model, args, train_dataset=Indices(len(images)), data_collator=collate, callbacks=[timer]).train()
+        return timer.seconds / options.steps
+
+    pairs = []
+    for repeat in range(options.repeats + 1):
+        # Neither is always the one that runs on a card warmed by the other.
+        order = (Trainer, EntameTrainer) if repeat % 2 else (EntameTrainer, Trainer)
+        times = {kind.__name__: seconds_per_step(kind) for kind in order}
+        if repeat:  # The first pair pays for cuDNN's choice of kernels.
+            pairs.append(times)
+    ratios = [pair["EntameTrainer"] / pair["Trainer"] for pair in pairs]
+    return {
+        "batch": options.batch,
+        "milliseconds_per_step_trainer": 1e3 * median(pair["Trainer"] for pair in pairs),
+        "milliseconds_per_step_entame_trainer": 1e3 * median(pair["EntameTrainer"] for pair in pairs),
+        "ratio_median": median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "pairs": len(pairs),
+    }
+
+
+def apply(options: argparse.Namespace) -> dict[str, Any]:
+    """Time `apply_entame` on a ViT-L of 1,000 classes, and drawing as many numbers as its head has."""
+    total, drawing = [], []
+    for _ in range(options.repeats):
+        model = timm.create_model("vit_large_patch16_224")
+        shape = find_heads(model)[0].module.weight.shape
+        start = time.perf_counter()
+        torch.empty(shape).normal_()
+        drawn = time.perf_counter()
+        apply_entame(model)
+        drawing.append(drawn - start)
+        total.append(time.perf_counter() - drawn)
+    beyond = [a - b for a, b in zip(total, drawing, strict=True)]
+    return {
+        "milliseconds_beyond_drawing_median": 1e3 * median(beyond),
+        "milliseconds_beyond_drawing_max": 1e3 * max(beyond),
+        "repeats": options.repeats,
+    }
+
+
+def import_time(options: argparse.Namespace) -> dict[str, Any]:
+    """Time `import entame_hf` in fresh processes that have imported Trainer."""
+    code = (
+        "import time; from transformers import Trainer, TrainingArguments; start = time.perf_counter(); "
+        "import entame_hf; print(time.perf_counter() - start)"
+    )
+    times = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(options.repeats)]
+    return {"seconds_median": median(times), "seconds_max": max(times), "repeats": options.repeats}
+
+
+def cpu_layout(options: argparse.Namespace) -> dict[str, Any]:
+    """Time a training step of several families in both memory formats, taking turns."""
+    results = {}
+    for name, side, batch in (
+        ("tf_efficientnet_lite0", 64, 64),
+        ("resnet50", 128, 16),
+        ("densenet121", 128, 8),
+        ("vgg11", 112, 8),
+        ("inception_v3", 160, 8),
+        ("convnext_tiny", 128, 8),
+        ("swin_tiny_patch4_window7_224", 224, 4),
+        ("vit_small_patch16_224", 224, 8),
+    ):
+        images, labels = torch.randn(batch, 3, side, side), torch.randint(10, (batch,))
+        formats = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+        models = {
+            key: timm.create_model(name, num_classes=10).train().to(memory_format=layout)
+            for key, layout in formats.items()
+        }
+        times: dict[str, list[float]] = {key: [] for key in formats}
+        for repeat in range(options.repeats + 1):
+            for key, model in models.items():
+                start = time.perf_counter()
+                cross_entropy(model(images), labels).backward()
+                if repeat:
+                    times[key].append(time.perf_counter() - start)
+        results[name] = median(a / b for a, b in zip(times["contiguous"], times["channels_last"], strict=True))
+    return {"speedup_of_channels_last": results, "threads": torch.get_num_threads(), "repeats": options.repeats}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    measurements = {"overhead": overhead, "apply": apply, "import": import_time, "cpu_layout": cpu_layout}
+    parser.add_argument("what", choices=measurements)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=50, help="steps a run is timed over")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--results", type=Path, help="file that the JSON line is appended to")
+    options = parser.parse_args()
+    line = {
+        "what": options.what,
+        **measurements[options.what](options),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "timm": timm.__version__},
+        "command": "python " + shlex.join(sys.argv),
+    }
+    print(json.dumps(line))
+    if options.results:
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        with options.results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Fine-tune an image classifier with ENTAME.
+
+    accelerate launch scripts/finetune.py --model_name_or_path timm/resnet50.a1_in1k --data_dir photos --output_dir out
+
+Options may come from one file: `scripts/finetune.py run.yaml` (or run.json). Without a model and without data, it
+fine-tunes EfficientNet-Lite0 on MNIST-5k twice, as usual and with ENTAME, and compares the two.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import BaseImageProcessor, HfArgumentParser, PreTrainedModel, TimmWrapperImageProcessor, set_seed
+
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, apply_entame
+from entame_hf.callbacks import EarlyEvaluation
+from entame_hf.data import (
+    AUGMENTATIONS,
+    ClassificationDataset,
+    Splits,
+    channel_statistics,
+    evaluation_transform,
+    load_splits,
+    set_image_size,
+    set_normalization,
+    split_dataset,
+    training_transform,
+    update_pretrained_cfg,
+)
+from entame_hf.demo import demo_dataset, demo_model
+from entame_hf.metrics import metrics_of_predictions, predicted_classes
+from entame_hf.models import as_transformers, label_maps, load_classifier, timm_processor
+from entame_hf.runs import claim_output_dir, last_checkpoint
+
+DEMO_METHODS = {"base": "as usual (He fan-out head)", "entame": "ENTAME"}
+DEMO_DEFAULTS = {
+    "output_dir": "out/demo",
+    "num_train_epochs": 5,
+    "per_device_train_batch_size": 256,
+    "per_device_eval_batch_size": 250,
+    "dataloader_drop_last": True,
+    "energy_logging_steps": 1,
+    "save_strategy": "no",
+    "image_size": 64,
+    "normalization": "dataset",
+    "test_fraction": 0.2,
+}
+
+
+@dataclass
+class ModelArguments:
+    """Say which model is fine-tuned and what its images look like."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "An id on the Hub (timm/... included) or a local folder."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository holds."})
+    num_labels: int | None = field(
+        default=None, metadata={"help": "How many classes you expect; the run stops where the data has others."}
+    )
+    image_size: int | None = field(default=None, metadata={"help": "Side of the images; by default the model's."})
+    normalization: str = field(
+        default="model",
+        metadata={
+            "help": "Whose mean and std images are normalised with: the model's or the training part's (the paper).",
+            "choices": ["model", "dataset"],
+        },
+    )
+
+
+@dataclass
+class DataArguments:
+    """Say which images are trained and evaluated on."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "An id on the Hub or a dataset's folder."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "The dataset's configuration."})
+    data_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folders of images: one a class, or train/, validation/ and test/ with one a class."},
+    )
+    image_column_name: str | None = field(default=None, metadata={"help": "The column of the images."})
+    label_column_name: str | None = field(default=None, metadata={"help": "The column of the labels."})
+    train_split: str | None = field(default=None, metadata={"help": 'The split to train on; "train" by default.'})
+    eval_split: str | None = field(
+        default=None, metadata={"help": 'The split to evaluate on; "validation", else "test", by default.'}
+    )
+    test_fraction: float = field(
+        default=0.15, metadata={"help": "Share of each class set aside where no split is there to evaluate on."}
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many images at most."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many images at most."})
+    augmentation: str = field(
+        default="flip", metadata={"help": "What is done to training images.", "choices": list(AUGMENTATIONS)}
+    )
+
+
+@dataclass
+class RunArguments(EntameTrainingArguments):
+    """Set up the run: the paper's batch of 64 and 10 epochs, evaluated and saved after each."""
+
+    overwrite: bool = field(default=False, metadata={"help": "Remove the run that output_dir holds, and start anew."})
+    per_device_train_batch_size: int = field(default=64, metadata={"help": "Images a step and device."})
+    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Images a step and device in evaluation."})
+    num_train_epochs: float = field(default=10, metadata={"help": "Passes over the training part."})
+    eval_strategy: str = field(default="epoch", metadata={"help": "When to evaluate: no, steps or epoch."})
+    save_strategy: str = field(default="epoch", metadata={"help": "When to save: no, steps, epoch or best."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "How many checkpoints are kept."})
+    logging_steps: float = field(default=10, metadata={"help": "Steps between two lines of the log."})
+
+
+def main(argv: list[str]) -> None:
+    parser = HfArgumentParser([ModelArguments, DataArguments, RunArguments], description=__doc__)  # type: ignore[list-item]
+    from_file = len(argv) == 1 and Path(argv[0]).suffix in (".yaml", ".yml", ".json")
+    is_demo = not from_file and not any(
+        argument.startswith(("--model_name_or_path", "--dataset_name", "--data_dir")) for argument in argv
+    )
+    if is_demo:
+        parser.set_defaults(**DEMO_DEFAULTS)
+    try:
+        if from_file:
+            parse = parser.parse_json_file if argv[0].endswith(".json") else parser.parse_yaml_file
+            model_args, data_args, args = parse(argv[0])
+        else:
+            model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
+    # Fields check their values; files may be missing or say something else than options.
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error
+    transformers.utils.logging.set_verbosity(args.get_process_log_level())
+    # Pinning serves accelerators, and warns without one.
+    args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
+    if is_demo:
+        demo(model_args, data_args, args)
+        return
+    if model_args.model_name_or_path is None:
+        raise InputError("No model. Give --model_name_or_path, such as timm/resnet50.a1_in1k.")
+    if data_args.dataset_name is None and data_args.data_dir is None:
+        raise InputError("No data. Give --dataset_name (a Hub id or a dataset's folder) or --data_dir (images).")
+    claim_output_dir(args)
+    args.resume_from_checkpoint = last_checkpoint(args)
+    with args.main_process_first(desc="loading the data"):
+        splits = load_splits(
+            dataset_name=data_args.dataset_name,
+            dataset_config_name=data_args.dataset_config_name,
+            data_dir=data_args.data_dir,
+            **split_options(data_args, args.seed),
+        )
+    check_classes(model_args, splits)
+    model, processor = load_classifier(
+        model_args.model_name_or_path,
+        splits.class_names,
+        revision=model_args.model_revision,
+        trust_remote_code=model_args.trust_remote_code,
+    )
+    trainer = build_trainer(model, processor, splits, model_args, data_args, args)
+    run(trainer)
+
+
+def split_options(data_args: DataArguments, seed: int) -> dict[str, Any]:
+    return {
+        "image_column": data_args.image_column_name,
+        "label_column": data_args.label_column_name,
+        "train_split": data_args.train_split,
+        "eval_split": data_args.eval_split,
+        "test_fraction": data_args.test_fraction,
+        "max_train_samples": data_args.max_train_samples,
+        "max_eval_samples": data_args.max_eval_samples,
+        "seed": seed,
+    }
+
+
+def check_classes(model_args: ModelArguments, splits: Splits) -> None:
+    if splits.train is None:
+        raise InputError("No split 'train' to train on. Choose one with --train_split.")
+    found = len(splits.class_names)
+    if model_args.num_labels not in (None, found):
+        raise InputError(f"--num_labels {model_args.num_labels}, but the data has {found} classes. Leave it out.")
+
+
+def build_trainer(
+    model: PreTrainedModel,
+    processor: BaseImageProcessor,
+    splits: Splits,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    args: RunArguments,
+) -> EntameTrainer:
+    if model_args.image_size is not None:
+        processor = set_image_size(processor, model_args.image_size)
+    columns = (splits.image_column, splits.label_column)
+    train = ClassificationDataset(splits.train, *columns, evaluation_transform(processor))
+    if model_args.normalization == "dataset":
+        statistics = channel_statistics(train, processor, args.dataloader_num_workers)
+        processor = set_normalization(processor, *statistics)
+    if isinstance(processor, TimmWrapperImageProcessor):
+        # Where timm and transformers look for a timm model's mean, std, size and crop.
+        model.config.pretrained_cfg = update_pretrained_cfg(model.config.pretrained_cfg, processor)
+    return EntameTrainer(
+        model=model,
+        args=args,
+        train_dataset=train.with_transform(training_transform(processor, data_args.augmentation)),
+        eval_dataset=ClassificationDataset(
+            splits.evaluation, *columns, evaluation_transform(processor), name="evaluation", evaluation=True
+        ),
+        processing_class=processor,
+        compute_metrics=metrics_of_predictions(),
+        preprocess_logits_for_metrics=predicted_classes,
+    )
+
+
+def run(trainer: EntameTrainer) -> dict[str, float]:
+    args = trainer.args
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        datasets: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
+        for line in filter(None, (dataset.summary() for dataset in datasets)):
+            print(line)
+    return metrics
+
+
+def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> None:
+    claim_output_dir(args)
+    splits = split_dataset(demo_dataset(), **split_options(data_args, args.seed))
+    rows = []
+    for method, title in DEMO_METHODS.items():
+        set_seed(args.seed)
+        args.entame_method = method
+        bare = apply_entame(demo_model(), EntameConfig.for_method("keep"), num_labels=len(splits.class_names))
+        model = as_transformers(bare)
+        for name, labels in label_maps(splits.class_names).items():
+            setattr(model.config, name, labels)
+        trainer = build_trainer(model, timm_processor(model), splits, model_args, data_args, args)
+        trainer.add_callback(EarlyEvaluation())
+        metrics = run(trainer)
+        rows.append((title, *demo_figures(trainer), metrics["eval_accuracy"]))
+    if args.process_index == 0:
+        print(f"\n{'':28}  noise share of     mean accuracy     final")
+        print(f"{'EfficientNet-Lite0, MNIST-5k':28}  the first error   of 10 steps    accuracy")
+        for title, noise, early, final in rows:
+            print(f"{title:28}  {noise:15.1%}  {early:12.1%}  {final:10.1%}")
+        print(
+            f"\nThe adapted model is in {args.output_dir}. Your own, with one folder of images a class:\n"
+            "  accelerate launch scripts/finetune.py --model_name_or_path timm/resnet50.a1_in1k "
+            "--data_dir your/images --output_dir out/mine"
+        )
+
+
+def demo_figures(trainer: EntameTrainer) -> tuple[float, float]:
+    log = trainer.state.log_history
+    early = [entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry and entry["step"] <= 10]
+    noise = next(entry["energy/noise_share"] for entry in log if "energy/noise_share" in entry)
+    return noise, sum(early) / len(early)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        main(sys.argv[1:])
+    except InputError as error:
+        print(f"finetune.py: error: {error}", file=sys.stderr)
+        sys.exit(2)

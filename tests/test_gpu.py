@@ -1,0 +1,94 @@
+"""What only a CUDA device can show."""
+
+import copy
+import math
+
+import pytest
+import timm
+import torch
+from conftest import RandomImages
+from torch.nn.functional import cross_entropy
+
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame
+from entame_hf.layers import ZNorm
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_a_seed_gives_the_same_head_on_every_device():
+    def head(device):
+        model = timm.create_model("test_resnet", num_classes=10).to(device)
+        return apply_entame(model, generator=torch.Generator().manual_seed(3)).fc.weight.cpu()
+
+    assert torch.equal(head("cpu"), head("cuda"))
+
+
+def test_a_rebuilt_head_stays_on_the_device_in_its_dtype():
+    model = timm.create_model("test_resnet").to("cuda", torch.bfloat16)
+    apply_entame(model, num_labels=7)
+    assert model.fc.weight.device.type == model.fc.znorm.mean.device.type == "cuda"
+    assert model.fc.weight.dtype == torch.bfloat16
+    assert model.fc.znorm.mean.dtype == torch.float32
+    assert model(torch.randn(8, 3, 32, 32, device="cuda", dtype=torch.bfloat16)).shape == (8, 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_step_0_under_autocast(dtype):
+    model = apply_entame(timm.create_model("test_resnet", num_classes=10).cuda()).train()
+    with torch.autocast("cuda", dtype):
+        loss = cross_entropy(model(torch.randn(64, 3, 32, 32, device="cuda")), torch.arange(64, device="cuda") % 10)
+    assert loss.item() == pytest.approx(math.log(10), abs=1e-3)
+
+
+def test_z_norm_agrees_with_the_cpu():
+    torch.manual_seed(0)
+    x = (400 * torch.randn(256, 2048)).half()
+    on_cpu, on_gpu = ZNorm(2048).train(), ZNorm(2048, device="cuda").train()
+    torch.testing.assert_close(on_gpu(x.cuda()).cpu(), on_cpu(x), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(on_gpu.var.cpu(), on_cpu.var, rtol=1e-4, atol=1e-3)
+
+
+def test_z_norm_waits_for_nothing():
+    """Without several processes no value travels to the host."""
+    layer, x = ZNorm(512, device="cuda").train(), torch.randn(64, 512, device="cuda", requires_grad=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_training_and_folding(tmp_path, precision):
+    args = EntameTrainingArguments(
+        str(tmp_path),
+        max_steps=30,
+        per_device_train_batch_size=64,
+        learning_rate=1e-3,
+        fp16=precision == "fp16",
+        bf16=precision == "bf16",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    torch.manual_seed(0)
+    data = RandomImages(256)
+    trainer = EntameTrainer(timm.create_model("test_resnet", num_classes=10), args, train_dataset=data)
+    trainer.train()
+    losses = [entry["energy/entropy"] for entry in trainer.state.log_history if "energy/entropy" in entry]
+    assert losses[0] == pytest.approx(math.log(10), abs=1e-3)
+    model = trainer.model.float().eval()
+    images = data.images[:16].cuda()
+    with torch.no_grad():
+        expected = model(images).logits
+        torch.testing.assert_close(fold_entame(copy.deepcopy(model))(images).logits, expected, rtol=1e-3, atol=1e-4)
+    assert cross_entropy(expected, data.labels[:16].cuda()) < math.log(10)
+
+
+def test_compiles_without_a_graph_break_or_a_recompile_for_the_last_batch():
+    torch._dynamo.reset()
+    model = apply_entame(timm.create_model("test_vit", num_classes=10, img_size=32).cuda(), EntameConfig()).train()
+    compiled = torch.compile(model, fullgraph=True)
+    for count in (64, 64, 17, 23):
+        compiled(torch.randn(count, 3, 32, 32, device="cuda")).sum().backward()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(torch.randn(31, 3, 32, 32, device="cuda")).sum().backward()
