@@ -75,8 +75,7 @@ def one_run(method: str, seed: int, options: argparse.Namespace, data: tuple[Ten
         per_device_eval_batch_size=1000,
         dataloader_drop_last=True,
         dataloader_pin_memory=False,
-        # The paper clips nothing.
-        max_grad_norm=0.0,
+        max_grad_norm=options.max_grad_norm,
         bf16=torch.cuda.is_available(),
         eval_strategy="epoch",
         save_strategy="no",
@@ -107,6 +106,7 @@ def one_run(method: str, seed: int, options: argparse.Namespace, data: tuple[Ten
         "accuracy_by_epoch": [accuracy[steps_per_epoch * (epoch + 1)] for epoch in range(options.epochs)],
         "learning_rate": options.learning_rate,
         "epochs": options.epochs,
+        "max_grad_norm": options.max_grad_norm,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, timm, accelerate)},
         "command": "python " + shlex.join(sys.argv),
@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6, help="number of seeds, counted from 0")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--learning_rate", type=float, default=1e-4)
+    parser.add_argument("--max_grad_norm", type=float, default=1.0, help="gradients are clipped to this; 0 is off")
     parser.add_argument("--side", type=int, default=64, help="side of the images in pixels")
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)

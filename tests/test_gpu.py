@@ -32,12 +32,13 @@ def test_a_rebuilt_head_stays_on_the_device_in_its_dtype():
     assert model(torch.randn(8, 3, 32, 32, device="cuda", dtype=torch.bfloat16)).shape == (8, 7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_step_0_under_autocast(dtype):
+# The loss itself is in half precision there: bfloat16 has steps of 1/64 at ln 10.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-2)], ids=str)
+def test_step_0_under_autocast(dtype, tolerance):
     model = apply_entame(timm.create_model("test_resnet", num_classes=10).cuda()).train()
     with torch.autocast("cuda", dtype):
         loss = cross_entropy(model(torch.randn(64, 3, 32, 32, device="cuda")), torch.arange(64, device="cuda") % 10)
-    assert loss.item() == pytest.approx(math.log(10), abs=1e-3)
+    assert loss.item() == pytest.approx(math.log(10), abs=tolerance)
 
 
 def test_z_norm_agrees_with_the_cpu():
@@ -76,7 +77,8 @@ def test_training_and_folding(tmp_path, precision):
     trainer.train()
     losses = [entry["energy/entropy"] for entry in trainer.state.log_history if "energy/entropy" in entry]
     assert losses[0] == pytest.approx(math.log(10), abs=1e-3)
-    model = trainer.model.float().eval()
+    # Without accelerate's autocast around the forward.
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False).eval()
     images = data.images[:16].cuda()
     with torch.no_grad():
         expected = model(images).logits
