@@ -139,14 +139,17 @@ def shareable_config(model: nn.Module, record: dict[str, Any]) -> Iterator[None]
     if timm_model(model) is not None:
         # null kills timm's loader, and a num_classes in it transformers': {} serves both.
         changes["model_args"] = model.config.model_args or {}
-    before = {name: vars(model.config).get(name) for name in changes}
-    vars(model.config).update(changes)
+        # transformers keeps the names that a checkpoint came with, whatever its new labels are.
+        changes["label_names"] = list((model.config.id2label or {}).values())
+    values = vars(model.config)
+    before = {name: values[name] for name in changes if name in values}
+    values.update(changes)
     try:
         yield
     finally:
-        vars(model.config).update(before)
-        if before["entame"] is None:
-            del model.config.entame
+        for name in changes:
+            del values[name]
+        values.update(before)
 
 
 def _normalised(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:

@@ -46,12 +46,38 @@ def load_classifier(
         )
     # What the libraries raise for an unknown id, an unreadable file, another task or a need for remote code.
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"--model_name_or_path {name} runs code from its own repository. Read that code, and if you trust it "
+                "pass --trust_remote_code."
+            ) from error
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise InputError(
             f"Cannot load --model_name_or_path {name}: {reason}. Give the id of an image classifier on the Hub, such "
             "as timm/resnet50.a1_in1k, or a folder that save_pretrained has written."
         ) from error
     return model, processor
+
+
+def check_input_size(model: PreTrainedModel, size: tuple[int, int]) -> None:
+    """Make sure that a model takes images of a size, before anything is trained on them.
+
+    Args:
+        model (`PreTrainedModel`): an image classifier; evaluated once on the CPU or wherever it is.
+        size (`tuple[int, int]`): height and width in pixels.
+
+    Raises:
+        InputError: it does not.
+    """
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, 3, *size, device=model.device, dtype=model.dtype))
+    # Models say so in their own ways: assertions, shape mismatches, kernels larger than what is left of the image.
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise InputError(
+            f"The model takes no images of {size[0]}×{size[1]}: {reason}. Change --image_size."
+        ) from error
 
 
 def label_maps(class_names: list[str]) -> dict[str, dict[Any, Any]]:

@@ -26,6 +26,7 @@ from entame_hf.data import (
     channel_statistics,
     evaluation_transform,
     load_splits,
+    output_size,
     set_image_size,
     set_normalization,
     split_dataset,
@@ -34,7 +35,7 @@ from entame_hf.data import (
 )
 from entame_hf.demo import demo_dataset, demo_model
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
-from entame_hf.models import as_transformers, label_maps, load_classifier, timm_processor
+from entame_hf.models import as_transformers, check_input_size, label_maps, load_classifier, timm_processor
 from entame_hf.runs import claim_output_dir, last_checkpoint
 
 DEMO_METHODS = {"base": "as usual (He fan-out head)", "entame": "ENTAME"}
@@ -115,7 +116,8 @@ class RunArguments(EntameTrainingArguments):
 
 
 def main(argv: list[str]) -> None:
-    parser = HfArgumentParser([ModelArguments, DataArguments, RunArguments], description=__doc__)  # type: ignore[list-item]
+    kinds: Any = [ModelArguments, DataArguments, RunArguments]
+    parser = HfArgumentParser(kinds, description="Fine-tune an image classifier with ENTAME.", allow_abbrev=False)
     from_file = len(argv) == 1 and Path(argv[0]).suffix in (".yaml", ".yml", ".json")
     is_demo = not from_file and not any(
         argument.startswith(("--model_name_or_path", "--dataset_name", "--data_dir")) for argument in argv
@@ -192,6 +194,7 @@ def build_trainer(
 ) -> EntameTrainer:
     if model_args.image_size is not None:
         processor = set_image_size(processor, model_args.image_size)
+    check_input_size(model, output_size(processor))
     columns = (splits.image_column, splits.label_column)
     train = ClassificationDataset(splits.train, *columns, evaluation_transform(processor))
     if model_args.normalization == "dataset":

@@ -19,6 +19,7 @@ from statistics import mean, stdev
 from typing import Any, get_args
 
 import accelerate
+import numpy as np
 import timm
 import torch
 import transformers
@@ -34,6 +35,8 @@ from entame_hf.demo import demo_dataset, demo_model
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
 
 EARLY_STEPS = 10
+# What makes two runs of one method and seed comparable.
+SETTINGS = ("learning_rate", "epochs", "max_grad_norm", "side", "split_seed")
 
 
 class TensorImages(Dataset):
@@ -52,12 +55,12 @@ class TensorImages(Dataset):
         return {"pixel_values": image, "labels": self.labels[index]}
 
 
-def mnist_5k(side: int, train_size: int = 4000) -> tuple[TensorImages, TensorImages]:
+def mnist_5k(side: int, split_seed: int, train_size: int = 4000) -> tuple[TensorImages, TensorImages]:
     rows = demo_dataset()["train"]
     images = torch.stack([pil_to_tensor(image) for image in rows["image"]]).float().expand(-1, 3, -1, -1) / 255
     images = interpolate(images, size=(side, side), mode="bilinear", align_corners=False)
     labels = torch.tensor(rows["label"])
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    order = torch.from_numpy(np.random.RandomState(split_seed).permutation(len(labels)))
     train, test = order[:train_size], order[train_size:]
     std, centre = torch.std_mean(images[train], dim=(0, 2, 3), keepdim=True)
     images = (images - centre) / std
@@ -104,9 +107,7 @@ def one_run(method: str, seed: int, options: argparse.Namespace, data: tuple[Ten
         "noise_share": next(entry["energy/noise_share"] for entry in log if "energy/noise_share" in entry),
         "accuracy_by_step": [accuracy[step] for step in range(1, EARLY_STEPS + 1)],
         "accuracy_by_epoch": [accuracy[steps_per_epoch * (epoch + 1)] for epoch in range(options.epochs)],
-        "learning_rate": options.learning_rate,
-        "epochs": options.epochs,
-        "max_grad_norm": options.max_grad_norm,
+        **{name: getattr(options, name) for name in SETTINGS},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "versions": {module.__name__: module.__version__ for module in (torch, transformers, timm, accelerate)},
         "command": "python " + shlex.join(sys.argv),
@@ -143,17 +144,24 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6, help="number of seeds, counted from 0")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--learning_rate", type=float, default=1e-4)
-    parser.add_argument("--max_grad_norm", type=float, default=1.0, help="gradients are clipped to this; 0 is off")
+    parser.add_argument(
+        "--max_grad_norm", type=float, default=0.0, help="clip gradients to this; 0 is off, as in the paper"
+    )
+    parser.add_argument(
+        "--split_seed", type=int, default=0, help="seed of the permutation that sets 1,000 digits aside"
+    )
     parser.add_argument("--side", type=int, default=64, help="side of the images in pixels")
     options = parser.parse_args()
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.touch()
     lines = [json.loads(line) for line in options.results.read_text().splitlines()]
-    done = {(line["method"], line["seed"], line["learning_rate"], line["epochs"]) for line in lines}
-    data = mnist_5k(options.side)
+    settings = {name: getattr(options, name) for name in SETTINGS}
+    lines = [line for line in lines if settings.items() <= line.items()]
+    done = {(line["method"], line["seed"]) for line in lines}
+    data = mnist_5k(options.side, options.split_seed)
     for seed in range(options.seeds):
         for method in options.methods:
-            if (method, seed, options.learning_rate, options.epochs) in done:
+            if (method, seed) in done:
                 continue
             lines.append(one_run(method, seed, options, data))
             with options.results.open("a") as file:
