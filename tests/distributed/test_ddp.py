@@ -1,0 +1,60 @@
+"""k processes of b examples are one process of k·b."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).parent / "train.py"
+GLOBAL_BATCH = 24
+
+
+def train(folder: Path, processes: int, batch: int | None = None, **options) -> list[dict]:
+    folder.mkdir()
+    options["per_device_train_batch_size"] = batch or GLOBAL_BATCH // processes
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(launch if processes > 1 else []), str(WORKER), str(folder), json.dumps(options)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_weights_and_statistics_equal_one_process(tmp_path, processes):
+    (whole,) = train(tmp_path / "one", 1)
+    ranks = train(tmp_path / "several", processes)
+    for rank in ranks:
+        torch.testing.assert_close(rank["model"], whole["model"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(rank["model"], ranks[0]["model"], rtol=0, atol=0)
+    torch.testing.assert_close(ranks[0]["predictions"], whole["predictions"], rtol=0, atol=1e-5)
+    assert len(ranks[0]["predictions"]) == 22
+
+
+def test_head_warmup(tmp_path):
+    """The backbone has neither moved nor gathered optimizer state until its first step, on every rank."""
+    options = {"entame_method": "base_wu", "optim": "adamw_torch", "learning_rate": 1e-3}
+    warm = train(tmp_path / "warm", 2, max_steps=1, **options)
+    start = train(tmp_path / "start", 1, max_steps=1, learning_rate=0.0, entame_method="base")[0]["model"]
+    for rank in warm:
+        moved = {name for name, tensor in rank["model"].items() if not torch.equal(tensor, start[name])}
+        assert moved == {"classifier.weight", "classifier.bias"}
+        assert rank["stepped"] == 2
+    later = train(tmp_path / "later", 2, max_steps=3, **options)
+    torch.testing.assert_close(later[0]["model"], later[1]["model"], rtol=0, atol=0)
+    assert later[0]["stepped"] == len(list(later[0]["model"]))
+    (whole,) = train(tmp_path / "one", 1, max_steps=3, **options)
+    torch.testing.assert_close(later[0]["model"], whole["model"], rtol=0, atol=1e-5)
+
+
+def test_a_gradient_flows_through_the_other_ranks_statistics(tmp_path):
+    """Without it the backbones would drift apart from the single process's within these steps."""
+    (whole,) = train(tmp_path / "one", 1, entame_method="fn", max_steps=3)
+    several = train(tmp_path / "several", 2, entame_method="fn", max_steps=3)
+    torch.testing.assert_close(several[0]["model"], whole["model"], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,37 @@
+"""One run of `EntameTrainer`, in one process or in several, whose state is left in a file for each rank."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from conftest import TINY_VIT, RandomImages
+
+from entame_hf import EntameTrainer, EntameTrainingArguments
+
+
+def main(folder: str, options: str) -> None:
+    torch.manual_seed(0)
+    model = ViTForImageClassification(
+        ViTConfig(num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **TINY_VIT)
+    )
+    changes = json.loads(options)
+    count = changes.pop("count", 96)
+    defaults = {"max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no", "use_cpu": True}
+    args = EntameTrainingArguments(folder, disable_tqdm=True, **{**defaults, **changes})
+    trainer = EntameTrainer(model, args, train_dataset=RandomImages(count), eval_dataset=RandomImages(22, seed=1))
+    trainer.train()
+    state = {
+        "model": model.state_dict(),
+        "log": trainer.state.log_history,
+        "stepped": sum(1 for parameter in model.parameters() if trainer.optimizer.state.get(parameter)),
+        "predictions": torch.tensor(trainer.predict(trainer.eval_dataset).predictions),
+    }
+    torch.save(state, Path(folder, f"rank{args.process_index}.pt"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
