@@ -41,7 +41,7 @@ from entame_hf.runs import claim_output_dir, last_checkpoint
 DEMO_METHODS = {"base": "as usual (He fan-out head)", "entame": "ENTAME"}
 DEMO_DEFAULTS = {
     "output_dir": "out/demo",
-    "num_train_epochs": 5,
+    "num_train_epochs": 3,
     "per_device_train_batch_size": 256,
     "per_device_eval_batch_size": 250,
     "dataloader_drop_last": True,

@@ -1,0 +1,37 @@
+# Everything runs in .venv, which the first target that needs it builds from this folder's files.
+PYTHON ?= python3
+BIN := .venv/bin
+# PyTorch's large buffers go back to the system after each step by default, and cost a third of it to fetch again.
+KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000
+
+.PHONY: demo test test-slow quality bench clean
+
+demo: .venv/demo  ## EfficientNet-Lite0 on MNIST-5k, as usual and with ENTAME, on the CPU
+	$(KEEP_MEMORY) $(BIN)/python scripts/finetune.py --output_dir out/demo --overwrite
+
+test: .venv/test  ## The tests that need neither a GPU nor much time
+	$(BIN)/python -m pytest
+
+test-slow: .venv/test  ## The tests that take longer
+	$(KEEP_MEMORY) $(BIN)/python -m pytest -m slow
+
+quality: .venv/dev  ## Format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/demo  ## What ENTAME costs here; the step's overhead needs a GPU
+	$(BIN)/python scripts/benchmark.py import
+	$(BIN)/python scripts/benchmark.py apply
+	$(KEEP_MEMORY) $(BIN)/python scripts/benchmark.py cpu_layout
+
+# One stamp an extra: it is as new as the requirements it was installed from.
+.venv/%: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	touch $@
+
+clean:  ## Remove what the targets above made
+	rm -rf .venv out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
