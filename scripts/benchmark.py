@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,15 +33,20 @@ from entame_hf.models import as_transformers
 
 
 class StepTimer(TrainerCallback):
-    """Time the steps after the first `skip`, with the device's queue empty at both ends."""
+    """Time each step after the first `skip`, with the device's queue empty at its ends."""
 
     def __init__(self, skip: int) -> None:
-        self.skip, self.seconds = skip, 0.0
+        self.skip = skip
+        self.ends: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step in (self.skip, state.max_steps):
+        if state.global_step >= self.skip:
             torch.cuda.synchronize()
-            self.seconds = time.perf_counter() - self.seconds
+            self.ends.append(time.perf_counter())
+
+    def median(self) -> float:
+        """A hiccup of the machine is no step's cost: the median leaves it out."""
+        return median(end - start for start, end in pairwise(self.ends))
 
 
 class Indices(torch.utils.data.Dataset):
@@ -80,7 +86,7 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
             disable_tqdm=True,
         )
         kind(model, args, train_dataset=Indices(len(images)), data_collator=collate, callbacks=[timer]).train()
-        return timer.seconds / options.steps
+        return timer.median()
 
     pairs = []
     for repeat in range(options.repeats + 1):
