@@ -3,9 +3,10 @@
 from .config import EntameConfig
 from .energy import ErrorEnergy, error_energy
 from .errors import InputError
+from .fold import fold_entame
 from .heads import Head, find_heads
 from .layers import ZNormConv2d, ZNormLinear, z_norm
-from .patch import apply_entame, fold_entame
+from .patch import apply_entame
 from .trainer import EntameTrainer
 from .training_args import EntameTrainingArguments
 

@@ -11,38 +11,15 @@ from typing import Any
 
 import safetensors.torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from .config import EntameConfig
-from .heads import TIMM_PREFIX, find_heads, num_classes, timm_model
-from .layers import ZNormLeaf
-from .patch import folded_parameters, mark_applied, mark_trained, set_feature_norm
+from .fold import normalised_heads, save_stock
+from .heads import find_heads, num_classes, timm_model
+from .patch import mark_applied, mark_trained, set_feature_norm
 
 HEAD_STATE_NAME = "entame_head.safetensors"
-
-
-def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Build the state dict of the stock model: heads folded, no statistics, timm's own names for timm's models.
-
-    Args:
-        model (`torch.nn.Module`): the model in training; it is left as it is.
-        state_dict (`dict[str, torch.Tensor]`, *optional*): its state dict where that was gathered from shards.
-
-    Returns:
-        `dict[str, torch.Tensor]`: the folded heads are new tensors, all others are the model's.
-    """
-    state = dict(model.state_dict() if state_dict is None else state_dict)
-    for path, leaf in _normalised(model):
-        mean, var = state.pop(f"{path}.znorm.mean"), state.pop(f"{path}.znorm.var")
-        state.pop(f"{path}.znorm.largest_batch")
-        state[f"{path}.weight"], state[f"{path}.bias"] = folded_parameters(
-            state[f"{path}.weight"], state.get(f"{path}.bias"), mean, var, leaf.znorm.eps
-        )
-    if isinstance(model, PreTrainedModel) and timm_model(model) is not None:
-        # timm loads strictly and knows no prefix; transformers loads both.
-        state = {name.removeprefix(TIMM_PREFIX): tensor for name, tensor in state.items()}
-    return state
 
 
 def save_head_state(model: nn.Module, config: EntameConfig, folder: str | Path) -> None:
@@ -55,7 +32,7 @@ def save_head_state(model: nn.Module, config: EntameConfig, folder: str | Path) 
     """
     tensors = {
         f"{path}.{name}": tensor.detach().contiguous()
-        for path, leaf in _normalised(model)
+        for path, leaf in normalised_heads(model)
         for name, tensor in leaf.state_dict().items()
     }
     metadata = {"format": "pt", "entame": json.dumps(config.to_dict())}
@@ -75,6 +52,7 @@ def prepare_heads(model: nn.Module, config: EntameConfig) -> None:
     """Give a model the structure that a checkpoint's head state needs, without drawing anything."""
     set_feature_norm(find_heads(model, config.head), config)
     mark_applied(model, config)
+    save_stock(model)
 
 
 def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
@@ -105,7 +83,7 @@ def load_head_state(model: nn.Module, folder: str | Path) -> None:
     if not file.exists():
         return
     tensors = safetensors.torch.load_file(str(file))
-    for path, leaf in _normalised(model):
+    for path, leaf in normalised_heads(model):
         prefix = f"{path}."
         leaf.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
         leaf.znorm.unfold_next = False
@@ -150,9 +128,3 @@ def shareable_config(model: nn.Module, record: dict[str, Any]) -> Iterator[None]
         for name in changes:
             del values[name]
         values.update(before)
-
-
-def _normalised(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:
-    for path, module in model.named_modules():
-        if isinstance(module, ZNormLeaf):
-            yield path, module

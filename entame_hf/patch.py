@@ -1,4 +1,4 @@
-"""Put ENTAME into a model, and take it out again."""
+"""Put ENTAME into a model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .config import EntameConfig
+from .fold import fold_leaf, save_stock, to_stock
 from .heads import Head, Leaf, find_heads, num_classes, num_features
 from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 
@@ -86,57 +87,10 @@ def apply_entame(
         for head in heads:
             _draw(head.module, _std(head.module, config, learning_rate), generator)
     mark_applied(model, config)
+    save_stock(model)
     if num_labels is not None:
         _forget_adaptation(model)
     return model
-
-
-def fold_entame(model: ModelT) -> ModelT:
-    """Fold feature normalisation into the classifiers: the stock model again, with the same logits in eval mode.
-
-    Args:
-        model (`torch.nn.Module`): changed in place; a model without normalised heads is left as it is.
-
-    Returns:
-        `torch.nn.Module`: `model` itself. A head that had no bias gets one where its features were normalised.
-
-    Example:
-
-    ```python
-    >>> import timm
-    >>> from entame_hf import apply_entame, fold_entame
-
-    >>> fold_entame(apply_entame(timm.create_model("resnet18"), num_labels=10)).fc
-    Linear(in_features=512, out_features=10, bias=True)
-    ```
-    """
-    for leaf in list(model.modules()):
-        if isinstance(leaf, ZNormLeaf):
-            _fold(leaf)
-    vars(model).pop("entame_config", None)
-    return model
-
-
-def folded_parameters(
-    weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Compute the weight and bias of the stock classifier that equals one over normalised features.
-
-    Args:
-        weight (`torch.Tensor` of shape `(C, K, *)`): the classifier's.
-        bias (`torch.Tensor` of shape `(C,)`, *optional*): the classifier's.
-        mean (`torch.Tensor` of shape `(K,)`): stored mean μ̂.
-        var (`torch.Tensor` of shape `(K,)`): stored variance σ̂².
-        eps (`float`): added to the variance under the root.
-
-    Returns:
-        `tuple` of weight `W / sqrt(σ̂² + ε)` and bias `b − W μ̂ / sqrt(σ̂² + ε)`, computed in float64, in the dtype
-        of `weight`.
-    """
-    flat = weight.detach().flatten(1).double() * torch.rsqrt(var.double() + eps)
-    shift = flat @ mean.double()
-    start = torch.zeros_like(shift) if bias is None else bias.detach().double()
-    return flat.view(weight.shape).to(weight.dtype), (start - shift).to(weight.dtype)
 
 
 def applied_config(model: nn.Module) -> EntameConfig | None:
@@ -251,11 +205,11 @@ def set_feature_norm(heads: list[Head], config: EntameConfig) -> None:
     for head in heads:
         leaf = head.module
         if isinstance(leaf, ZNormLeaf) and config.init != "keep":
-            _exchange(leaf, stock=True)
+            to_stock(leaf)
         if isinstance(leaf, ZNormLeaf) and config.feature_norm:
             leaf.znorm.eps, leaf.znorm.momentum = config.eps, config.momentum
         elif isinstance(leaf, ZNormLeaf):
-            _fold(leaf)
+            fold_leaf(leaf)
         elif config.feature_norm:
             _normalise_input(leaf, config)
 
@@ -272,23 +226,4 @@ def _normalise_input(leaf: Leaf, config: EntameConfig) -> None:
         znorm.set_identity_()
         znorm.unfold_next = True
     leaf.znorm = znorm.train(leaf.training)
-    _exchange(leaf, stock=False)
-
-
-def _fold(leaf: ZNormLeaf) -> None:
-    weight, bias = folded_parameters(leaf.weight, leaf.bias, leaf.znorm.mean, leaf.znorm.var, leaf.znorm.eps)
-    with torch.no_grad():
-        leaf.weight.copy_(weight)
-        if leaf.bias is None:
-            leaf.bias = nn.Parameter(bias)
-        else:
-            leaf.bias.copy_(bias)
-    _exchange(leaf, stock=True)
-
-
-def _exchange(leaf: nn.Module, *, stock: bool) -> None:
-    """Make a leaf an instance of the stock class, or of the one that normalises."""
-    if stock:
-        del leaf.znorm
-    kinds = (nn.Linear, nn.Conv2d) if stock else (ZNormLinear, ZNormConv2d)
-    leaf.__class__ = kinds[0] if isinstance(leaf, nn.Linear) else kinds[1]
+    leaf.__class__ = ZNormLinear if isinstance(leaf, nn.Linear) else ZNormConv2d

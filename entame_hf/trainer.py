@@ -19,9 +19,9 @@ from .checkpoint import (
     save_head_state,
     saved_config,
     shareable_config,
-    stock_state_dict,
 )
 from .config import EntameConfig
+from .fold import stock_state_dict
 from .heads import find_heads, num_classes
 from .models import as_transformers
 from .patch import applied_config, apply_entame
@@ -196,7 +196,7 @@ class EntameTrainer(Trainer):
                     parameter.grad = None
         return loss
 
-    # Plain from_pretrained would silently drop the statistics: what is written is the folded stock model.
+    # The stock model is what is written, and it says what was done to it; going on needs what folding loses.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         applied = applied_config(self.model)
         if applied is None:

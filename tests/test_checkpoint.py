@@ -15,8 +15,8 @@ from conftest import RandomImages
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame
-from entame_hf.checkpoint import stock_state_dict
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame
+from entame_hf.fold import stock_state_dict
 
 DATA = RandomImages(48)
 
@@ -148,3 +148,22 @@ def test_going_on_from_a_kept_head_can_be_resumed(tmp_path, tiny_vit):
     train(tmp_path / "second", whole, entame=keep)
     train(tmp_path / "second", resumed, entame=keep, resume=str(tmp_path / "second" / "checkpoint-2"))
     torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: model], ids=["copy", "itself"])
+def test_saving_without_the_trainer_writes_the_stock_model(tmp_path, tiny_vit, clone):
+    trainer = train(tmp_path / "run", tiny_vit)
+    expected = torch.tensor(trainer.predict(DATA).predictions)
+    model = clone(tiny_vit)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(DATA.images).logits, expected, rtol=0, atol=1e-4)
+
+
+def test_saving_after_folding_is_stock(tmp_path, tiny_vit):
+    train(tmp_path / "run", tiny_vit)
+    fold_entame(tiny_vit).save_pretrained(tmp_path / "saved")
+    assert "save_pretrained" not in vars(tiny_vit)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(loaded.state_dict(), tiny_vit.state_dict(), rtol=0, atol=0)

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from entame_hf import InputError
-from entame_hf.checkpoint import stock_state_dict
+from entame_hf.fold import stock_state_dict
 from entame_hf.models import as_transformers
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"

@@ -1,0 +1,132 @@
+"""Take ENTAME out of a model again: fold feature normalisation into its classifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .heads import TIMM_PREFIX, timm_model
+from .layers import ZNormLeaf
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def fold_entame(model: ModelT) -> ModelT:
+    """Fold feature normalisation into the classifiers: the stock model again, with the same logits in eval mode.
+
+    Args:
+        model (`torch.nn.Module`): changed in place; a model without normalised heads is left as it is.
+
+    Returns:
+        `torch.nn.Module`: `model` itself. A head that had no bias gets one where its features were normalised.
+
+    Example:
+
+    ```python
+    >>> import timm
+    >>> from entame_hf import apply_entame, fold_entame
+
+    >>> fold_entame(apply_entame(timm.create_model("resnet18"), num_labels=10)).fc
+    Linear(in_features=512, out_features=10, bias=True)
+    ```
+    """
+    for _, leaf in list(normalised_heads(model)):
+        fold_leaf(leaf)
+    for mark in ("entame_config", "save_pretrained"):
+        vars(model).pop(mark, None)
+    return model
+
+
+def folded_parameters(
+    weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the weight and bias of the stock classifier that equals one over normalised features.
+
+    Args:
+        weight (`torch.Tensor` of shape `(C, K, *)`): the classifier's.
+        bias (`torch.Tensor` of shape `(C,)`, *optional*): the classifier's.
+        mean (`torch.Tensor` of shape `(K,)`): stored mean μ̂.
+        var (`torch.Tensor` of shape `(K,)`): stored variance σ̂².
+        eps (`float`): added to the variance under the root.
+
+    Returns:
+        `tuple` of weight `W / sqrt(σ̂² + ε)` and bias `b − W μ̂ / sqrt(σ̂² + ε)`, computed in float64, in the dtype
+        of `weight`.
+    """
+    flat = weight.detach().flatten(1).double() * torch.rsqrt(var.double() + eps)
+    shift = flat @ mean.double()
+    start = torch.zeros_like(shift) if bias is None else bias.detach().double()
+    return flat.view(weight.shape).to(weight.dtype), (start - shift).to(weight.dtype)
+
+
+def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Build the state dict of the stock model: heads folded, no statistics, timm's own names for timm's models.
+
+    Args:
+        model (`torch.nn.Module`): the model in training; it is left as it is.
+        state_dict (`dict[str, torch.Tensor]`, *optional*): gathered from shards, or folded already.
+
+    Returns:
+        `dict[str, torch.Tensor]`: the folded heads are new tensors, all others are the model's.
+    """
+    state = dict(model.state_dict() if state_dict is None else state_dict)
+    for path, leaf in normalised_heads(model):
+        if f"{path}.znorm.mean" not in state:
+            continue  # It was folded before.
+        mean, var = state.pop(f"{path}.znorm.mean"), state.pop(f"{path}.znorm.var")
+        state.pop(f"{path}.znorm.largest_batch")
+        state[f"{path}.weight"], state[f"{path}.bias"] = folded_parameters(
+            state[f"{path}.weight"], state.get(f"{path}.bias"), mean, var, leaf.znorm.eps
+        )
+    if isinstance(model, PreTrainedModel) and timm_model(model) is not None:
+        # timm loads strictly and knows no prefix; transformers loads both.
+        state = {name.removeprefix(TIMM_PREFIX): tensor for name, tensor in state.items()}
+    return state
+
+
+def save_stock(model: nn.Module) -> None:
+    """Make `model.save_pretrained`, and so `push_to_hub`, write the stock model while its heads are normalised.
+
+    As they are, plain `from_pretrained` would drop the statistics with a remark, and give other logits.
+    """
+    if isinstance(model, PreTrainedModel):
+        vars(model)["save_pretrained"] = MethodType(save_pretrained, model)
+
+
+# Under this name a pickled model finds a method to bind to.
+def save_pretrained(
+    self: Any, save_directory: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+) -> Any:
+    """Save the stock model; everything else is as `PreTrainedModel.save_pretrained` has it."""
+    state = stock_state_dict(self, state_dict)
+    return type(self).save_pretrained(self, save_directory, *args, state_dict=state, **kwargs)
+
+
+def normalised_heads(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:
+    """Iterate over the paths and leaves of the heads that normalise their input."""
+    for path, module in model.named_modules():
+        if isinstance(module, ZNormLeaf):
+            yield path, module
+
+
+def fold_leaf(leaf: ZNormLeaf) -> None:
+    """Fold one head in place."""
+    weight, bias = folded_parameters(leaf.weight, leaf.bias, leaf.znorm.mean, leaf.znorm.var, leaf.znorm.eps)
+    with torch.no_grad():
+        leaf.weight.copy_(weight)
+        if leaf.bias is None:
+            leaf.bias = nn.Parameter(bias)
+        else:
+            leaf.bias.copy_(bias)
+    to_stock(leaf)
+
+
+def to_stock(leaf: nn.Module) -> None:
+    """Make a leaf an instance of torch's class again; its parameters stay as they are."""
+    del leaf.znorm
+    leaf.__class__ = nn.Linear if isinstance(leaf, nn.Linear) else nn.Conv2d
