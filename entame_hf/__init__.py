@@ -5,10 +5,11 @@ from .energy import ErrorEnergy, error_energy
 from .errors import InputError
 from .fold import fold_entame
 from .heads import Head, find_heads
-from .layers import ZNormConv2d, ZNormLinear, z_norm
+from .layers import ZNormConv2d, ZNormLinear
 from .patch import apply_entame
 from .trainer import EntameTrainer
 from .training_args import EntameTrainingArguments
+from .znorm import z_norm
 
 __version__ = "0.1.0"
 

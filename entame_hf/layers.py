@@ -1,117 +1,15 @@
-"""The arithmetic: z-normalisation across the batch, and classifiers that apply it to their input."""
+"""Classifiers that z-normalise their input across the batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
-
-class BatchStatistics(NamedTuple):
-    """Statistics of one batch, per feature; the mean is `origin + offset`.
-
-    Features far from zero keep their precision because everything is computed relative to `origin`, a row of the
-    batch: a constant feature has an offset and a variance of exactly zero.
-    """
-
-    origin: Tensor
-    offset: Tensor
-    var: Tensor
-    number: Tensor | int
-
-
-def z_norm(
-    x: Tensor, mean: Tensor | None = None, var: Tensor | None = None, *, eps: float = 1e-5, dim: int = -1
-) -> Tensor:
-    """Normalise each feature to zero mean and unit variance across the batch.
-
-    Args:
-        x (`torch.Tensor` of shape `(N, *, K)`): floating-point features; `dim` says where K is.
-        mean (`torch.Tensor` of shape `(K,)`, *optional*): given statistics; the batch's own where left out.
-        var (`torch.Tensor` of shape `(K,)`, *optional*): biased variance that belongs to `mean`.
-        eps (`float`, *optional*, defaults to 1e-5): added to the variance under the root.
-        dim (`int`, *optional*, defaults to -1): the feature dimension; statistics are taken over all others.
-
-    Returns:
-        `torch.Tensor`: shape and dtype of `x`; computed in float32, or float64 where `x` is.
-
-    Raises:
-        ValueError: one of `mean` and `var` is given without the other.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from entame_hf import z_norm
-
-    >>> z_norm(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
-    tensor([[-1.0000,  0.0000],
-            [ 1.0000,  0.0000]])
-    ```
-
-    Source: equation 19 of [ENTAME](https://arxiv.org/abs/1905.10698).
-    """
-    if (mean is None) != (var is None):
-        raise ValueError("z_norm takes mean and var together: give both, or none to use the batch's own.")
-    wide = _widen(x)
-    if mean is None or var is None:
-        return _standardise(wide, _batch_statistics(wide, dim, sync=False), eps, dim).to(x.dtype)
-    zero = torch.zeros_like(mean)
-    return _standardise(wide, BatchStatistics(mean, zero, var, 0), eps, dim).to(x.dtype)
-
-
-def _widen(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _along(values: Tensor, x: Tensor, dim: int) -> Tensor:
-    """View K values so that they broadcast along dimension `dim` of `x`."""
-    shape = [1] * x.ndim
-    shape[dim] = -1
-    return values.view(shape)
-
-
-def _standardise(x: Tensor, batch: BatchStatistics, eps: float, dim: int) -> Tensor:
-    # Subtracting in two steps: origin + offset would round, and 1/sqrt(eps) magnifies what is rounded off.
-    centred = (x - _along(batch.origin, x, dim)) - _along(batch.offset, x, dim)
-    return centred * torch.rsqrt(_along(batch.var, x, dim) + eps)
-
-
-def _batch_statistics(x: Tensor, dim: int, sync: bool) -> BatchStatistics:
-    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
-    count = rows.shape[0]
-    origin = rows[0].detach() if count else rows.new_zeros(rows.shape[1])
-    shifted = rows - origin
-    offset = shifted.sum(0) / max(count, 1)
-    squares = (shifted - offset).square().sum(0)
-    if not sync:
-        return BatchStatistics(origin, offset, squares / max(count, 1), count)
-    return _over_processes(origin, offset, squares, count)
-
-
-def _over_processes(origin: Tensor, offset: Tensor, squares: Tensor, count: int) -> BatchStatistics:
-    """Combine every process's statistics into those of the global batch, with gradients.
-
-    One all-reduce forward and one backward: each process fills its own row of a table that is zero elsewhere.
-    """
-    mine = torch.cat([offset, squares, origin, origin.new_full((1,), count)])
-    rows = [mine if rank == dist.get_rank() else torch.zeros_like(mine) for rank in range(dist.get_world_size())]
-    table = all_reduce(torch.stack(rows))
-    width = origin.numel()
-    offsets, squares_, origins, counts = table.split([width, width, width, 1], dim=1)
-    counts = counts.detach()
-    total = counts.sum()
-    share = counts / total.clamp(min=1)
-    # A process without samples has no row to offer as the common origin: take the largest batch's.
-    common = origins[counts.argmax()].detach()
-    means = offsets + (origins.detach() - common)
-    offset = (share * means).sum(0)
-    spread = squares_ + counts * (means - offset).square()
-    return BatchStatistics(common, offset, spread.sum(0) / total.clamp(min=1), total)
+from .znorm import BatchStatistics, batch_statistics, standardise, widen, z_norm
 
 
 class ZNorm(nn.Module):
@@ -161,12 +59,12 @@ class ZNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return z_norm(x, self.mean, self.var, eps=self.eps, dim=self.dim)
-        wide = _widen(x)
+        wide = widen(x)
         across = self._across_processes()
         if not across and x.numel() <= self.num_features:
             # One sample has no spread.
             return z_norm(x, self.mean, self.var, eps=self.eps, dim=self.dim)
-        batch = _batch_statistics(wide, self.dim, across)
+        batch = batch_statistics(wide, self.dim, across)
         if across:
             # The global count lives on the device: choosing there spares a synchronisation.
             spread = torch.as_tensor(batch.number) > 1
@@ -177,7 +75,7 @@ class ZNorm(nn.Module):
                 torch.where(spread, batch.number, 0.0),
             )
         self._store(batch)
-        return _standardise(wide, batch, self.eps, self.dim).to(x.dtype)
+        return standardise(wide, batch, self.eps, self.dim).to(x.dtype)
 
     @torch.no_grad()
     def _store(self, batch: BatchStatistics) -> None:
@@ -199,7 +97,7 @@ class ZNorm(nn.Module):
         where it was.
         """
         with torch.no_grad():
-            batch = _batch_statistics(_widen(x), self.dim, self._across_processes())
+            batch = batch_statistics(widen(x), self.dim, self._across_processes())
             column = (1, -1) + (1,) * (leaf.weight.ndim - 2)
             if leaf.bias is not None:
                 mean = (batch.origin + batch.offset).to(leaf.weight.dtype)
