@@ -89,6 +89,13 @@ class EntameConfig:
         init, feature_norm = _METHODS[method]
         return replace(cls(init=init, feature_norm=feature_norm), **changes)
 
+    @property
+    def method(self) -> str:
+        """The name of the method that this configuration is one of; `"keep"` for every head that is kept."""
+        if self.init == "keep":
+            return "keep"
+        return next(name for name, what in _METHODS.items() if what == (self.init, self.feature_norm))
+
     def weight_variance(self, num_classes: int, learning_rate: float | None = None) -> float:
         """Compute φ_w for a head of `num_classes` classes.
 

@@ -14,7 +14,8 @@ from transformers import (
 )
 
 from .errors import InputError
-from .heads import timm_model
+from .heads import TIMM_PREFIX, timm_model
+from .patch import carry_marks
 
 
 def load_classifier(
@@ -123,6 +124,7 @@ def as_transformers(model: nn.Module) -> Any:
             wrapper = TimmWrapperForImageClassification(config)
         if _shapes(wrapper.timm_model) == _shapes(inner):
             wrapper.timm_model = inner
+            carry_marks(inner, wrapper, TIMM_PREFIX)
             return wrapper
     raise ValueError(
         f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={inner.num_classes}), so "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .config import EntameConfig
 from .fold import fold_leaf, save_stock, to_stock
-from .heads import Head, Leaf, find_heads, num_classes, num_features
+from .heads import Head, Leaf, find_heads, num_classes, num_features, timm_model
 from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -106,6 +107,20 @@ def mark_applied(model: nn.Module, config: EntameConfig) -> None:
 def mark_trained(model: nn.Module) -> None:
     """Note on the model that its heads hold something that could be lost."""
     vars(model)["entame_trained"] = True
+    if timm_model(model) is not None:
+        # Whoever holds the bare model of a wrapper is warned as well.
+        vars(timm_model(model))["entame_trained"] = True
+
+
+def carry_marks(model: nn.Module, wrapper: nn.Module, prefix: str) -> None:
+    """Note on a wrapper what was noted on the model that it holds under `prefix`."""
+    config = applied_config(model)
+    if config is not None:
+        paths = [config.head] if isinstance(config.head, str) else config.head
+        mark_applied(wrapper, replace(config, head=paths and [f"{prefix}{path}" for path in paths]))
+        save_stock(wrapper)
+    if vars(model).get("entame_trained", False):
+        mark_trained(wrapper)
 
 
 def was_adapted(model: nn.Module) -> bool:
@@ -120,7 +135,9 @@ def was_adapted(model: nn.Module) -> bool:
 
 
 def _forget_adaptation(model: nn.Module) -> None:
-    vars(model).pop("entame_trained", None)
+    for part in (model, timm_model(model)):
+        if part is not None:
+            vars(part).pop("entame_trained", None)
     if isinstance(model, PreTrainedModel) and hasattr(model.config, "entame"):
         del model.config.entame
 

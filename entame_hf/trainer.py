@@ -46,7 +46,7 @@ class EntameTrainer(Trainer):
             With the former, the head's options have their defaults.
         trainer_args: everything else [`Trainer`] takes, by position or by name.
         entame ([`EntameConfig`], *optional*):
-            Goes before `args.entame_method`. Where it is left out and [`apply_entame`] was called on the model, the
+            Goes before `args`. Where neither says anything and [`apply_entame`] was called on the model, the
             configuration given there is used.
 
     Raises:
@@ -97,11 +97,12 @@ class EntameTrainer(Trainer):
         return self.args if isinstance(self.args, HeadArguments) else HeadArguments()
 
     def entame_config(self) -> EntameConfig:
-        """Resolve what is done to the heads: the argument `entame`, else [`apply_entame`]'s, else `args`."""
-        asked = self.entame or self.head_args.entame_config()
-        applied = applied_config(self.model)
-        unasked = self.entame is None and asked == EntameConfig()
-        return applied if applied is not None and unasked else asked
+        """Resolve what is done to the heads: the argument `entame`, else `args`, else [`apply_entame`]'s."""
+        if self.entame is not None:
+            return self.entame
+        asked = self.head_args.entame_config()
+        unasked = self.head_args.entame_method is None and asked == EntameConfig()
+        return (applied_config(self.model) if unasked else None) or asked
 
     # A bare timm model from model_init needs the wrapper too.
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -138,7 +139,10 @@ class EntameTrainer(Trainer):
             noise = statistics_batch * config.weight_variance(classes, gamma) * (classes / gamma) ** 2
             message = f"Nλ² = {noise:.3g}: the share of noise in the head's energy after a first plain gradient step."
             if noise >= 1:
-                logger.warning(f"{message} At 1 and above, most of it; pass a smaller phi_w or noise_lambda.")
+                logger.warning(
+                    f"{message} At 1 and above, most of it; a smaller phi_w or noise_lambda lowers it. Adam's first "
+                    "step is larger than a plain one."
+                )
             else:
                 logger.info(message)
 
@@ -201,7 +205,9 @@ class EntameTrainer(Trainer):
         applied = applied_config(self.model)
         if applied is None:
             return super()._save(output_dir, state_dict)
-        record = adaptation_record(self.model, applied, self.head_args.entame_method, self.args.learning_rate)
+        record = adaptation_record(
+            self.model, applied, self.head_args.entame_method or applied.method, self.args.learning_rate
+        )
         with shareable_config(self.model, record):
             super()._save(output_dir, stock_state_dict(self.model, state_dict))
         if self.args.should_save:

@@ -14,9 +14,12 @@ from .config import EntameConfig, Method
 class HeadArguments:
     """Hold what [`EntameTrainer`] needs beyond `TrainingArguments`; with these defaults where it gets the latter."""
 
-    entame_method: str = field(
-        default="entame",
-        metadata={"help": f"What happens to the head: {', '.join(get_args(Method))}."},
+    entame_method: str | None = field(
+        default=None,
+        metadata={
+            "help": f"What happens to the head: {', '.join(get_args(Method))}. By default what apply_entame was "
+            "given, else entame."
+        },
     )
     phi_w: float = field(default=1e-12, metadata={"help": "φ_w, the variance of the head's initial weights."})
     noise_lambda: float | None = field(
@@ -47,7 +50,7 @@ class HeadArguments:
     def entame_config(self) -> EntameConfig:
         """Build the head's configuration, which checks the values it is made of."""
         return EntameConfig.for_method(
-            self.entame_method,  # type: ignore[arg-type]
+            self.entame_method or "entame",  # type: ignore[arg-type]
             phi_w=self.phi_w,
             noise_lambda=self.noise_lambda,
             momentum=self.znorm_momentum,
@@ -62,8 +65,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     removed, because transforms need the image column.
 
     Args:
-        entame_method (`str`, *optional*, defaults to `"entame"`):
-            `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`].
+        entame_method (`str`, *optional*):
+            `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`]. Defaults
+            to what [`apply_entame`] was given, and to `"entame"` where it was not called.
         phi_w (`float`, *optional*, defaults to 1e-12): φ_w, the variance of the head's initial weights.
         noise_lambda (`float`, *optional*): λ, which replaces `phi_w` by (γλ/C)² with γ = `learning_rate`.
         znorm_momentum (`float`, *optional*, defaults to 1.0):

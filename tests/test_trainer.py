@@ -223,6 +223,24 @@ class TestHead:
         assert self.drawn(tmp_path, tiny_vit).std().item() == pytest.approx(1e-2, rel=0.15)
         assert tiny_vit.classifier.znorm.eps == 1e-3
 
+    @pytest.mark.parametrize("bare", [False, True], ids=["transformers", "timm"])
+    def test_what_the_arguments_ask_for_goes_before_apply_entame(self, tmp_path, tiny_vit, bare):
+        keep = EntameConfig.for_method("keep")
+
+        def model():
+            return apply_entame(
+                timm.create_model("test_resnet") if bare else copy.deepcopy(tiny_vit), keep, num_labels=7
+            )
+
+        assert self.drawn(tmp_path, model()).std().item() == pytest.approx(0.02, rel=0.2)
+        assert self.drawn(tmp_path, model(), entame_method="entame").std().item() == pytest.approx(1e-6, rel=0.2)
+
+    def test_a_bare_model_that_was_trained_is_not_wiped(self, tmp_path):
+        model = timm.create_model("test_resnet", num_classes=10)
+        EntameTrainer(model, arguments(tmp_path), train_dataset=RandomImages(64)).train()
+        with pytest.raises(ValueError, match="keep"):
+            EntameTrainer(model, arguments(tmp_path), train_dataset=RandomImages(64)).train()
+
 
 class TestGradientAccumulation:
     @pytest.mark.parametrize("count", [32, 27], ids=["even", "ragged"])
