@@ -229,7 +229,7 @@ class TestHead:
 
         def model():
             return apply_entame(
-                timm.create_model("test_resnet") if bare else copy.deepcopy(tiny_vit), keep, num_labels=7
+                timm.create_model("test_resnet") if bare else copy.deepcopy(tiny_vit), keep, num_labels=12
             )
 
         assert self.drawn(tmp_path, model()).std().item() == pytest.approx(0.02, rel=0.2)
