@@ -10,6 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 TIMM_PREFIX = "timm_model."
+# Second heads that timm's table leaves out, by the first: a distilled one, and one on auxiliary features.
+TIMM_SECOND_HEADS = {"head.linear": "head_dist.linear", "fc": "AuxLogits.fc"}
+# Where the backbone itself gives the logits.
+TRANSFORMERS_HEADS = {"perceiver": ["perceiver.decoder.decoder.final_layer"]}
 Leaf = nn.Linear | nn.Conv2d
 
 
@@ -86,12 +90,15 @@ def _timm_paths(model: nn.Module) -> list[str]:
     inner = timm_model(model)
     names = inner.pretrained_cfg.get("classifier") or ()
     prefix = "" if inner is model else TIMM_PREFIX
-    names = [names] if isinstance(names, str) else names
+    names = [names] if isinstance(names, str) else list(names)
+    names += [TIMM_SECOND_HEADS[name] for name in names if TIMM_SECOND_HEADS.get(name, name) not in names]
     return [f"{prefix}{name}" for name in names if isinstance(_get(inner, name), Leaf)]
 
 
 def _transformers_paths(model: PreTrainedModel) -> list[str]:
     """Take the leaves outside of the backbone that are as wide as the labels are many."""
+    if model.config.model_type in TRANSFORMERS_HEADS:
+        return TRANSFORMERS_HEADS[model.config.model_type]
     backbone = f"{model.base_model_prefix}."
     return [
         path
