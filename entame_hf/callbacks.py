@@ -19,8 +19,21 @@ class EnergyRecorder:
         self._sums: Tensor | None = None
         self._count = 0
 
-    def observe(self, logits: Tensor, labels: Tensor) -> None:
-        """Add the energy of a micro-batch, weighted by its examples."""
+    def observe(self, logits: Any, labels: Any) -> None:
+        """Add the energy of a micro-batch, weighted by its examples; what has no energy is left out.
+
+        A diagnosis must never stop a training: ignored labels, other shapes and other tasks' outputs pass.
+        """
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(labels, Tensor):
+            return
+        if labels.numel() == len(logits) and not labels.is_floating_point():
+            labels = labels.flatten()
+            counted = (labels >= 0) & (labels < logits.shape[1])
+            logits, labels = logits[counted], labels[counted]
+        elif labels.shape != logits.shape:
+            return
+        if not len(logits):
+            return
         weighted = torch.stack(error_energy(logits.detach(), labels)) * len(logits)
         self._sums = weighted if self._sums is None else self._sums + weighted
         self._count += len(logits)

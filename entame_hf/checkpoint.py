@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
@@ -67,8 +68,10 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
 
     Raises:
         RuntimeError: the checkpoint does not hold exactly the model's tensors.
+        TypeError: the model's class takes more than a config, so `from_pretrained` cannot build it.
     """
-    stock = type(model).from_pretrained(folder, dtype=model.dtype)
+    # Wide enough for every tensor of a model of mixed precision.
+    stock = type(model).from_pretrained(folder, dtype=torch.promote_types(model.dtype, torch.float32))
     model.load_state_dict(stock.state_dict())
 
 
@@ -105,7 +108,7 @@ def adaptation_record(model: nn.Module, config: EntameConfig, method: str, learn
 
 
 @contextmanager
-def shareable_config(model: nn.Module, record: dict[str, Any]) -> Iterator[None]:
+def shareable_config(model: nn.Module, record: dict[str, Any] | None) -> Iterator[None]:
     """Let the model's config, while it is being saved, say what was done and be readable by timm and transformers.
 
     It is the caller's again afterwards: several models may share one config object.
@@ -113,12 +116,12 @@ def shareable_config(model: nn.Module, record: dict[str, Any]) -> Iterator[None]
     if not isinstance(model, PreTrainedModel):
         yield
         return
-    changes: dict[str, Any] = {"entame": record}
+    changes: dict[str, Any] = {} if record is None else {"entame": record}
     if timm_model(model) is not None:
         # null kills timm's loader, and a num_classes in it transformers': {} serves both.
         changes["model_args"] = model.config.model_args or {}
         # transformers keeps the names that a checkpoint came with, whatever its new labels are.
-        changes["label_names"] = list((model.config.id2label or {}).values())
+        changes["label_names"] = [name for _, name in sorted((model.config.id2label or {}).items())]
     values = vars(model.config)
     before = {name: values[name] for name in changes if name in values}
     values.update(changes)

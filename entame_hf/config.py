@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
@@ -30,7 +31,7 @@ class EntameConfig:
             Lower it for small batches.
         eps (`float`, *optional*, defaults to 1e-5):
             Added to the variance under the root.
-        head (`str` or `list[str]`, *optional*):
+        head (`str` or sequence of `str`, *optional*):
             Dotted path, or paths, of the classifier leaves, for models where the search must not guess.
 
     Raises:
@@ -54,17 +55,25 @@ class EntameConfig:
     noise_lambda: float | None = None
     momentum: float = 1.0
     eps: float = 1e-5
-    head: str | list[str] | None = None
+    head: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:
+        if self.head is not None and not isinstance(self.head, str):
+            # JSON has lists alone, and a frozen value must be hashable.
+            object.__setattr__(self, "head", tuple(self.head))
         if self.init not in get_args(Init):
             raise ValueError(f"init={self.init!r} is unknown: use one of {', '.join(get_args(Init))}.")
         for name in ("phi_w", "noise_lambda", "eps"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a positive number, for example {name}={_EXAMPLE[name]}.")
         if not 0 < self.momentum <= 1:
             raise ValueError(f"momentum={self.momentum} must be in (0, 1]; 1 is the paper's.")
+
+    def under(self, prefix: str) -> EntameConfig:
+        """Build the same configuration for a model that holds this one's under `prefix`."""
+        paths = [self.head] if isinstance(self.head, str) else self.head
+        return replace(self, head=paths and [f"{prefix}{path}" for path in paths])
 
     @classmethod
     def for_method(cls, method: Method, **changes: Any) -> EntameConfig:

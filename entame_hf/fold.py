@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MethodType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .errors import InputError
 from .heads import TIMM_PREFIX, timm_model
 from .layers import ZNormLeaf
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+NO_BIAS = (
+    "{path} has no bias, and the mean of its features folds into one: stock code would drop it and give other logits. "
+    'Use entame_method="mei", which does not normalise features.'
+)
 
 
 def fold_entame(model: ModelT) -> ModelT:
@@ -73,11 +78,16 @@ def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = No
 
     Returns:
         `dict[str, torch.Tensor]`: the folded heads are new tensors, all others are the model's.
+
+    Raises:
+        InputError: a head over normalised features has no bias, so the stock model cannot give its logits.
     """
     state = dict(model.state_dict() if state_dict is None else state_dict)
     for path, leaf in normalised_heads(model):
         if f"{path}.znorm.mean" not in state:
             continue  # It was folded before.
+        if leaf.bias is None:
+            raise InputError(NO_BIAS.format(path=path))
         mean, var = state.pop(f"{path}.znorm.mean"), state.pop(f"{path}.znorm.var")
         state.pop(f"{path}.znorm.largest_batch")
         state[f"{path}.weight"], state[f"{path}.bias"] = folded_parameters(
@@ -95,16 +105,15 @@ def save_stock(model: nn.Module) -> None:
     As they are, plain `from_pretrained` would drop the statistics with a remark, and give other logits.
     """
     if isinstance(model, PreTrainedModel):
-        vars(model)["save_pretrained"] = MethodType(save_pretrained, model)
+        # Copies and pickles of a partial object refer to the copied model; those of a bound method to its class.
+        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
 
 
-# Under this name a pickled model finds a method to bind to.
-def save_pretrained(
-    self: Any, save_directory: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+def _save_pretrained(
+    model: Any, save_directory: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
 ) -> Any:
-    """Save the stock model; everything else is as `PreTrainedModel.save_pretrained` has it."""
-    state = stock_state_dict(self, state_dict)
-    return type(self).save_pretrained(self, save_directory, *args, state_dict=state, **kwargs)
+    state = stock_state_dict(model, state_dict)
+    return type(model).save_pretrained(model, save_directory, *args, state_dict=state, **kwargs)
 
 
 def normalised_heads(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:

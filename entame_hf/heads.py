@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from .errors import InputError
+
 TIMM_PREFIX = "timm_model."
 # Second heads that timm's table leaves out, by the first: a distilled one, and one on auxiliary features.
 TIMM_SECOND_HEADS = {"head.linear": "head_dist.linear", "fc": "AuxLogits.fc"}
@@ -67,11 +69,11 @@ def find_heads(model: nn.Module, paths: str | Iterable[str] | None = None) -> li
     if not found:
         inner = timm_model(model)
         if inner is not None and getattr(inner, "num_classes", None) == 0:
-            raise ValueError(
+            raise InputError(
                 f"This {type(inner).__name__} was built without a classifier head. "
                 "Pass num_classes=10 (your number of classes) to timm.create_model."
             )
-        raise ValueError(
+        raise InputError(
             f"No classifier head found in {type(model).__name__}. "
             f'Pass EntameConfig(head="path"); candidates: {", ".join(_candidates(model)) or "none"}.'
         )
@@ -130,12 +132,12 @@ def _at(model: nn.Module, path: str) -> Head:
     module = _get(model, path)
     if not isinstance(module, Leaf):
         what = "nothing" if module is None else f"a {type(module).__name__}"
-        raise ValueError(
+        raise InputError(
             f"{path!r} is {what} in {type(model).__name__}: a head is a Linear or a Conv2d. "
             f"Candidates: {', '.join(_candidates(model)) or 'none'}."
         )
     if isinstance(module, nn.Conv2d) and (module.kernel_size != (1, 1) or module.groups != 1):
-        raise ValueError(f"{path!r} is a {module}: a convolution is a head only where its kernel is 1×1.")
+        raise InputError(f"{path!r} is a {module}: a convolution is a head only where its kernel is 1×1.")
     return Head(path, module)
 
 

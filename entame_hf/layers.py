@@ -96,7 +96,7 @@ class ZNorm(nn.Module):
         The inverse of folding, with the statistics of `x`, the first training batch: an adapted head goes on from
         where it was.
         """
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             batch = batch_statistics(widen(x), self.dim, self._across_processes())
             column = (1, -1) + (1,) * (leaf.weight.ndim - 2)
             if leaf.bias is not None:
@@ -140,6 +140,9 @@ class ZNormLeaf(nn.Module):
         if f"{prefix}weight" in state_dict and names.isdisjoint(state_dict):
             self.znorm.set_identity_()
             state_dict.update({f"{prefix}znorm.{name}": buffer for name, buffer in self.znorm.named_buffers()})
+        elif not names.isdisjoint(state_dict):
+            # The head that comes is one over normalised features already.
+            self.znorm.unfold_next = False
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -126,7 +126,7 @@ def as_transformers(model: nn.Module) -> Any:
             wrapper.timm_model = inner
             carry_marks(inner, wrapper, TIMM_PREFIX)
             return wrapper
-    raise ValueError(
+    raise InputError(
         f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={inner.num_classes}), so "
         "no checkpoint of it would load. Build it through transformers, which saves the arguments: "
         "AutoModelForImageClassification.from_pretrained(..., model_args={...})."

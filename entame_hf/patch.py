@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .config import EntameConfig
+from .errors import InputError
 from .fold import fold_leaf, save_stock, to_stock
 from .heads import Head, Leaf, find_heads, num_classes, num_features, timm_model
 from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
@@ -73,15 +73,16 @@ def apply_entame(
     heads = find_heads(model, config.head)
     for head in heads:
         _check(head, config, num_labels)
-    if num_labels is not None and any(num_classes(head.module) != num_labels for head in heads):
+    fresh = any(num_classes(head.module) != num_labels for head in heads) or was_adapted(model)
+    if num_labels is not None and fresh:
         _resize(model, heads, num_labels, generator)
     elif applied_config(model) == config and generator is None and not was_adapted(model):
         return model
     elif config.init != "keep" and num_labels is None and was_adapted(model):
-        raise ValueError(
+        raise InputError(
             "This model was adapted with ENTAME before, and a new head would wipe what its head has learned. "
-            'Pass EntameConfig(init="keep") to go on from its head, or apply_entame(model, num_labels=...) to '
-            "start a new one."
+            'Pass EntameConfig(init="keep") (--entame_method keep) to go on from its head, or '
+            "apply_entame(model, num_labels=...) to start a new one."
         )
     set_feature_norm(heads, config)
     if config.init != "keep":
@@ -90,7 +91,7 @@ def apply_entame(
     mark_applied(model, config)
     save_stock(model)
     if num_labels is not None:
-        _forget_adaptation(model)
+        forget_adaptation(model)
     return model
 
 
@@ -116,8 +117,7 @@ def carry_marks(model: nn.Module, wrapper: nn.Module, prefix: str) -> None:
     """Note on a wrapper what was noted on the model that it holds under `prefix`."""
     config = applied_config(model)
     if config is not None:
-        paths = [config.head] if isinstance(config.head, str) else config.head
-        mark_applied(wrapper, replace(config, head=paths and [f"{prefix}{path}" for path in paths]))
+        mark_applied(wrapper, config.under(prefix))
         save_stock(wrapper)
     if vars(model).get("entame_trained", False):
         mark_trained(wrapper)
@@ -134,7 +134,8 @@ def was_adapted(model: nn.Module) -> bool:
     return record is not None and record["num_labels"] == model.config.num_labels
 
 
-def _forget_adaptation(model: nn.Module) -> None:
+def forget_adaptation(model: nn.Module) -> None:
+    """Take back that the model's heads hold something that could be lost."""
     for part in (model, timm_model(model)):
         if part is not None:
             vars(part).pop("entame_trained", None)
@@ -145,20 +146,22 @@ def _forget_adaptation(model: nn.Module) -> None:
 def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
     leaf = head.module
     classes = num_classes(leaf) if num_labels is None else num_labels
+    if classes < 1:
+        raise InputError(f"num_labels={classes} is no number of classes: use two or more.")
     if classes < 2:
-        raise ValueError(
-            f"{head.path} would have {classes} output: that is regression, and ENTAME is about the entropy over "
-            "classes. Use two outputs for a binary task: num_labels=2."
+        raise InputError(
+            f"{head.path} would have one output: that is regression, and ENTAME is about the entropy over classes. "
+            "Use two outputs for a binary task: num_labels=2."
         )
     if leaf.weight.is_meta:
-        raise ValueError(f"{head.path} is on the meta device and has no values yet: load the weights, then apply.")
+        raise InputError(f"{head.path} is on the meta device and has no values yet: load the weights, then apply.")
     if config.feature_norm and not _is_plain(leaf):
-        raise ValueError(
+        raise InputError(
             f"{head.path} is a {type(leaf).__name__}, which may compute more than a Linear or a Conv2d: its input "
             "cannot be normalised. Pass EntameConfig(feature_norm=False), or put a plain layer in its place."
         )
     if config.init == "keep" and config.feature_norm and leaf.bias is None and not isinstance(leaf, ZNormLeaf):
-        raise ValueError(
+        raise InputError(
             f"{head.path} has no bias, so what it has learned cannot be carried over to normalised features. "
             'Pass EntameConfig(init="keep", feature_norm=False).'
         )

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.utils import logging
+from transformers.utils import is_peft_available, logging
 
 from .callbacks import EnergyRecorder, StepCallback
 from .checkpoint import (
@@ -21,10 +22,11 @@ from .checkpoint import (
     shareable_config,
 )
 from .config import EntameConfig
-from .fold import stock_state_dict
-from .heads import find_heads, num_classes
+from .errors import InputError
+from .fold import NO_BIAS, stock_state_dict
+from .heads import TIMM_PREFIX, find_heads, num_classes
 from .models import as_transformers
-from .patch import applied_config, apply_entame
+from .patch import applied_config, apply_entame, forget_adaptation
 from .training_args import HeadArguments
 
 logger = logging.get_logger(__name__)
@@ -50,7 +52,8 @@ class EntameTrainer(Trainer):
             configuration given there is used.
 
     Raises:
-        ValueError: on `train()`, the model's config says that it was adapted already and the head would be wiped.
+        InputError: on `train()`, the model was adapted already, by this trainer or according to its config, and its
+            head would be wiped.
 
     Example:
 
@@ -82,8 +85,9 @@ class EntameTrainer(Trainer):
                 "To use them all, start with: accelerate launch your_script.py"
             )
             args._n_gpu = 1
-        super().__init__(None if model is None else as_transformers(model), args, *trainer_args, **trainer_kwargs)
-        self.entame = entame
+        wrapped = None if model is None else as_transformers(model)
+        super().__init__(wrapped, args, *trainer_args, **trainer_kwargs)
+        self.entame = entame.under(TIMM_PREFIX) if entame is not None and wrapped is not model else entame
         # Most vision models take **kwargs and scale nothing, which Trainer mistakes for a loss that is already
         # divided: gradients would grow with gradient accumulation (transformers#47688).
         self.model_accepts_loss_kwargs = False
@@ -121,10 +125,24 @@ class EntameTrainer(Trainer):
             self._start_heads()
         if self.args.device.type == "cpu":
             self.model.to(memory_format=torch.channels_last)
-        return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        try:
+            return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except RuntimeError:
+            if self.args.auto_find_batch_size:
+                # It may be tried again with a smaller batch, from a new head.
+                forget_adaptation(self.model)
+            raise
 
     def _start_heads(self) -> None:
+        if is_peft_available() and type(self.model).__module__.startswith("peft."):
+            raise InputError(
+                "EntameTrainer does not train peft models. Start the head before you add adapters, and train with "
+                'Trainer: apply_entame(model, EntameConfig.for_method("mei"), num_labels=...), then get_peft_model.'
+            )
         config, gamma = self.entame_config(), self.args.learning_rate
+        for head in find_heads(self.model, config.head):
+            if config.feature_norm and head.module.bias is None:
+                raise InputError(NO_BIAS.format(path=head.path))
         # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
         generator = torch.Generator().manual_seed(self.args.seed)
         apply_entame(self.model, config, learning_rate=gamma, generator=generator)
@@ -151,7 +169,11 @@ class EntameTrainer(Trainer):
         ours = self.optimizer is None
         optimizer = super().create_optimizer(model)
         multiplier = self.head_args.head_lr_multiplier
-        if ours and multiplier != 1:
+        if multiplier != 1 and not ours:
+            logger.warning(
+                "head_lr_multiplier is ignored: the optimizer was built by you. Give it a group of the heads."
+            )
+        elif multiplier != 1:
             heads = {id(parameter) for parameter in self._head_parameters()}
             for group in list(optimizer.param_groups):
                 own = [p for p in group["params"] if id(p) in heads]
@@ -163,6 +185,23 @@ class EntameTrainer(Trainer):
     def _head_parameters(self) -> list[nn.Parameter]:
         heads = find_heads(self.model, self.entame_config().head)
         return [parameter for head in heads for parameter in head.module.parameters()]
+
+    # dataloader_drop_last is about training: dropping images from an evaluation reports another accuracy.
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        asked = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = asked and is_training
+        try:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        finally:
+            self.args.dataloader_drop_last = asked
 
     # An epoch's last window may hold a smaller micro-batch: its mean loss counts for its examples, not for a batch.
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
@@ -185,7 +224,9 @@ class EntameTrainer(Trainer):
             if self.compute_loss_func is None and len(set(self._micro_batches)) > 1:
                 loss = loss * (examples * len(self._micro_batches) / sum(self._micro_batches))
             if labels is not None and self.state.global_step < self.head_args.energy_logging_steps:
-                self.energies.observe(outputs["logits"] if isinstance(outputs, dict) else outputs[-1], labels)
+                # A tuple holds the loss first, as Trainer has it, and the logits next.
+                logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[1:2]
+                self.energies.observe(logits[0] if isinstance(logits, tuple) and logits else logits, labels)
         return (loss, outputs) if return_outputs else loss
 
     # Head warm-up: after the backward, before clipping. Without gradients the optimizer skips the backbone and its
@@ -203,14 +244,13 @@ class EntameTrainer(Trainer):
     # The stock model is what is written, and it says what was done to it; going on needs what folding loses.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         applied = applied_config(self.model)
-        if applied is None:
-            return super()._save(output_dir, state_dict)
-        record = adaptation_record(
-            self.model, applied, self.head_args.entame_method or applied.method, self.args.learning_rate
-        )
+        record = None
+        if applied:
+            method = self.head_args.entame_method or applied.method
+            record = adaptation_record(self.model, applied, method, self.args.learning_rate)
         with shareable_config(self.model, record):
             super()._save(output_dir, stock_state_dict(self.model, state_dict))
-        if self.args.should_save:
+        if applied and self.args.should_save:
             save_head_state(self.model, applied, output_dir or self.args.output_dir)
 
     # The un-folded head and its statistics need a place in the model before they are loaded.
@@ -218,25 +258,29 @@ class EntameTrainer(Trainer):
         config = saved_config(resume_from_checkpoint)
         if config is not None:
             if config != self.entame_config():
-                raise ValueError(
+                raise InputError(
                     f"{resume_from_checkpoint} was trained with {config}, and this run asks for "
                     f"{self.entame_config()}. Resume with the same configuration, or start a new run from it."
                 )
             prepare_heads(self.model, config)
-        if self._is_whole():
-            load_weights(self.model, resume_from_checkpoint)
         else:
+            logger.warning(f"{resume_from_checkpoint} was not trained with ENTAME: going on without it.")
+        if not self._loaded_whole(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_head_state(self.model, resume_from_checkpoint)
 
     # The best model goes on being evaluated here, un-folded, with its own statistics.
     def _load_best_model(self) -> None:
-        if self._is_whole():
-            load_weights(self.model, self.state.best_model_checkpoint)
-        else:
+        if not self._loaded_whole(self.state.best_model_checkpoint):
             super()._load_best_model()
         load_head_state(self.model, self.state.best_model_checkpoint)
 
-    def _is_whole(self) -> bool:
-        """Tell whether this process holds the whole of a transformers model: not sharded, not an adapter's."""
-        return isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+    def _loaded_whole(self, folder: str) -> bool:
+        """Load a checkpoint where this process holds the whole of a model that `from_pretrained` can build."""
+        if not isinstance(self.model, PreTrainedModel) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            return False
+        try:
+            load_weights(self.model, folder)
+        except TypeError:
+            return False
+        return True

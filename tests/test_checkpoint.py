@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -150,7 +151,11 @@ def test_going_on_from_a_kept_head_can_be_resumed(tmp_path, tiny_vit):
     torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: model], ids=["copy", "itself"])
+@pytest.mark.parametrize(
+    "clone",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), lambda model: model],
+    ids=["copy", "pickle", "itself"],
+)
 def test_saving_without_the_trainer_writes_the_stock_model(tmp_path, tiny_vit, clone):
     trainer = train(tmp_path / "run", tiny_vit)
     expected = torch.tensor(trainer.predict(DATA).predictions)
@@ -167,3 +172,40 @@ def test_saving_after_folding_is_stock(tmp_path, tiny_vit):
     assert "save_pretrained" not in vars(tiny_vit)
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(loaded.state_dict(), tiny_vit.state_dict(), rtol=0, atol=0)
+
+
+def test_label_names_are_in_the_order_of_their_indices(tmp_path):
+    trainer = train(tmp_path, timm_resnet())
+    trainer.model.config.id2label = {index: f"class {index}" for index in reversed(range(10))}
+    trainer.save_model(str(tmp_path / "final"))
+    names = json.loads((tmp_path / "final" / "config.json").read_text())["label_names"]
+    assert names == [f"class {index}" for index in range(10)]
+
+
+def test_a_class_that_takes_more_than_a_config_can_be_resumed(tmp_path, tiny_vit):
+    class WeightedForImageClassification(type(tiny_vit)):
+        def __init__(self, config, weight):
+            super().__init__(config)
+            self.weight = weight
+
+    def model():
+        torch.manual_seed(0)
+        return WeightedForImageClassification(tiny_vit.config, 1.0)
+
+    train(tmp_path, model())
+    resumed = train(tmp_path, model(), resume=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+
+
+def test_an_untrained_wrapper_is_saved_under_timms_names(tmp_path):
+    args = EntameTrainingArguments(str(tmp_path), use_cpu=True)
+    EntameTrainer(timm_resnet(), args).save_model(str(tmp_path / "saved"))
+    assert timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True).num_classes == 10
+    assert "entame" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def test_saving_a_head_without_a_bias_over_normalised_features_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
+    apply_entame(model, EntameConfig(head="0"))
+    with pytest.raises(ValueError, match="mei"):
+        stock_state_dict(model)

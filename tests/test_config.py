@@ -45,6 +45,7 @@ def test_phi_w_from_lambda_is_equation_20():
         ({"phi_w": float("nan")}, "positive"),
         ({"noise_lambda": 0.0}, "noise_lambda=0.0 must be a positive"),
         ({"eps": 0.0}, "eps"),
+        ({"phi_w": "1e-10"}, "positive number"),
         ({"momentum": 0.0}, "momentum"),
         ({"momentum": 1.5}, "momentum"),
     ],

@@ -246,3 +246,12 @@ def test_a_model_on_the_meta_device_is_refused():
         model = timm.create_model("test_resnet", num_classes=10)
     with pytest.raises(ValueError, match="meta"):
         apply_entame(model)
+
+
+def test_loading_a_trained_head_replaces_a_kept_one():
+    trained = apply_entame(timm.create_model("test_resnet", num_classes=10), EntameConfig(phi_w=0.1)).train()
+    trained(images(32))
+    other = apply_entame(timm.create_model("test_resnet", num_classes=10), EntameConfig(init="keep"))
+    other.load_state_dict(trained.state_dict())
+    other.train()(images(32))
+    assert torch.equal(other.fc.weight, trained.fc.weight)

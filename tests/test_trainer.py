@@ -288,6 +288,74 @@ class TestGradientAccumulation:
         assert losses(EntameTrainer) == pytest.approx(losses(Trainer), abs=1e-6)
 
 
+class TestEnergyLogNeverStopsATraining:
+    @pytest.mark.parametrize(
+        "labels", [torch.tensor([0, 1, -100, 2] * 4), torch.arange(16).view(16, 1) % 10], ids=["ignored", "column"]
+    )
+    def test_labels(self, tmp_path, tiny_vit, labels):
+        data = [{"pixel_values": torch.randn(3, 32, 32), "labels": label} for label in labels]
+        trainer = EntameTrainer(tiny_vit, arguments(tmp_path, max_steps=1), train_dataset=data)
+        trainer.train()
+        assert history(trainer, "energy/noise_share") == pytest.approx([1 / 9], abs=1e-4)
+
+    @pytest.mark.parametrize("form", ["loss-alone", "hidden", "scores"])
+    def test_outputs(self, tmp_path, form):
+        class Classifier(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = torch.nn.Linear(12, 10)
+
+            def forward(self, pixel_values, labels):
+                logits = self.head(pixel_values[:, :, ::16, ::16].flatten(1))
+                loss = torch.nn.functional.cross_entropy(logits, labels)
+                if form == "scores":
+                    return {"loss": loss, "scores": logits}
+                return (loss,) if form == "loss-alone" else (loss, logits, 50 * pixel_values.flatten(1)[:, :10])
+
+        config = EntameConfig(head="head")
+        trainer = EntameTrainer(Classifier(), arguments(tmp_path), train_dataset=RandomImages(64), entame=config)
+        trainer.train()
+        shares = history(trainer, "energy/noise_share")
+        assert shares[:1] == (pytest.approx([1 / 9], abs=1e-4) if form == "hidden" else [])
+
+
+def test_running_out_of_memory_is_tried_again(tmp_path, tiny_vit):
+    """Also where it happens after steps that have trained the head."""
+
+    class Short(EntameTrainer):
+        calls = 0
+
+        def training_step(self, *args, **kwargs):
+            self.calls += 1
+            if self.calls == 3:
+                raise RuntimeError("CUDA out of memory. Tried to allocate")
+            return super().training_step(*args, **kwargs)
+
+    trainer = Short(tiny_vit, arguments(tmp_path, auto_find_batch_size=True), train_dataset=RandomImages(64))
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_evaluation_drops_no_image(tmp_path, tiny_vit):
+    args = arguments(tmp_path, dataloader_drop_last=True, per_device_eval_batch_size=16)
+    trainer = EntameTrainer(tiny_vit, args, train_dataset=RandomImages(40), eval_dataset=RandomImages(22))
+    assert len(trainer.predict(RandomImages(22)).predictions) == 22
+    assert len(trainer.get_train_dataloader()) == 2
+
+
+def test_a_path_of_the_model_that_was_given(tmp_path):
+    model = timm.create_model("test_resnet", num_classes=10)
+    config = EntameConfig(head="fc")
+    EntameTrainer(model, arguments(tmp_path), train_dataset=RandomImages(64), entame=config).train()
+    assert isinstance(model.fc, ZNormLinear)
+
+
+def test_a_head_without_a_bias_is_refused_before_it_is_trained(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
+    with pytest.raises(ValueError, match="mei"):
+        EntameTrainer(model, arguments(tmp_path), train_dataset=[], entame=EntameConfig(head="0"))._start_heads()
+
+
 class TestHeadWarmup:
     @pytest.mark.parametrize("accumulation", [1, 2], ids=["whole", "accumulated"])
     def test_only_the_head_moves_and_the_backbone_has_no_optimizer_state(self, tmp_path, tiny_vit, accumulation):
