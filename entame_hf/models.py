@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageClassification,
     BaseImageProcessor,
     PreTrainedModel,
 )
 
+from .config import EntameConfig
 from .errors import InputError
+from .fold import fold_entame
 from .heads import TIMM_PREFIX, timm_model
-from .patch import carry_marks
+from .patch import apply_entame, carry_marks, was_adapted
 
 
 def load_classifier(
@@ -35,9 +38,10 @@ def load_classifier(
     Raises:
         InputError: the model cannot be loaded, or is no image classifier.
     """
-    where = {"revision": revision, "trust_remote_code": trust_remote_code}
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         processor = AutoImageProcessor.from_pretrained(name, **where)
+        before = AutoConfig.from_pretrained(name, **where)
         model = AutoModelForImageClassification.from_pretrained(
             name,
             num_labels=len(class_names),
@@ -57,6 +61,9 @@ def load_classifier(
             f"Cannot load --model_name_or_path {name}: {reason}. Give the id of an image classifier on the Hub, such "
             "as timm/resnet50.a1_in1k, or a folder that save_pretrained has written."
         ) from error
+    if list((before.id2label or {}).values()) != class_names and was_adapted(model):
+        # As many classes as before, and others: the head that was loaded knows nothing of them.
+        fold_entame(apply_entame(model, EntameConfig.for_method("keep"), num_labels=len(class_names)))
     return model, processor
 
 

@@ -4,49 +4,80 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .errors import InputError
 
 # What a run leaves behind, whoever wrote it.
-_FILES = ("config.json", "model.safetensors", "trainer_state.json", "all_results.json", "training_args.bin")
+_FILES = (
+    "all_results.json",
+    "config.json",
+    "entame_head.safetensors",
+    "eval_results.json",
+    "model.safetensors",
+    "preprocessor_config.json",
+    "train_results.json",
+    "trainer_state.json",
+    "training_args.bin",
+)
 
 
-def claim_output_dir(args: TrainingArguments) -> None:
-    """Make sure that a run may write to its output folder, and that it wipes no other run.
+def check_output_dir(args: TrainingArguments, inputs: Sequence[str | None]) -> None:
+    """Make sure that a run may write to its output folder, and that it wipes no other run and nothing it reads.
 
     Args:
-        args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint` are read, and `overwrite` where there is
-            one: it removes the files of the run that the folder holds, and nothing else.
+        args (`TrainingArguments`):
+            `output_dir` and `resume_from_checkpoint` are read, and `overwrite` where there is one.
+        inputs (sequence of `str`): the model and data that the run reads; those that are no folders do not matter.
 
     Raises:
-        InputError: the folder cannot be written to, or holds another run.
+        InputError: the folder cannot be written to, holds another run, or `overwrite` would remove an input.
     """
-    if not args.output_dir:
-        raise InputError("No output folder. Give --output_dir, such as out/mine.")
-    folder = Path(args.output_dir)
+    folder = Path(str(args.output_dir))
+    # Nothing is made here: input that is refused later leaves no trace.
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        existed = folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         raise InputError(
             f"--output_dir {folder} cannot be written to ({error.strerror}). Give a folder of yours."
         ) from error
-    if not existed or args.resume_from_checkpoint is not None or args.process_index != 0:
+    if args.resume_from_checkpoint is not None:
         return
-    left = [path for path in folder.iterdir() if path.name in _FILES or path.name.startswith("checkpoint-")]
+    left = _left_behind(folder)
     if left and not getattr(args, "overwrite", False):
         raise InputError(
             f"--output_dir {folder} holds another run ({left[0].name}). Go on with it (--resume_from_checkpoint "
             "last), remove it (--overwrite) or give another folder."
         )
-    for path in left:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for name in inputs:
+        if left and name and Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"--overwrite would remove {name}, which this run reads. Give another --output_dir.")
+
+
+def clear_output_dir(args: TrainingArguments) -> None:
+    """Remove the files of the run that the output folder holds, and nothing else, just before a new one begins.
+
+    Args:
+        args (`TrainingArguments`): they have passed [`check_output_dir`].
+    """
+    if args.resume_from_checkpoint is None and args.process_index == 0:
+        for path in _left_behind(Path(str(args.output_dir))):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _left_behind(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [
+        path for path in folder.iterdir() if path.name in _FILES or path.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+    ]
 
 
 def last_checkpoint(args: TrainingArguments) -> str | None:
@@ -64,10 +95,19 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
     asked = args.resume_from_checkpoint
     if asked is None:
         return None
-    found = get_last_checkpoint(args.output_dir) if asked.lower() in ("last", "true") else asked
-    if found is None or not Path(found, "trainer_state.json").is_file():
+    found = _newest_whole(Path(str(args.output_dir))) if asked.lower() in ("last", "true") else asked
+    if found is None or not Path(found, TRAINER_STATE_NAME).is_file():
         raise InputError(
             f"--resume_from_checkpoint {asked}: no checkpoint there. Give the path of a checkpoint-... folder, or "
             f'"last" for the newest in --output_dir {args.output_dir}.'
         )
     return found
+
+
+def _newest_whole(folder: Path) -> str | None:
+    """Find the newest checkpoint whose state, which is written last, is there."""
+    whole = {
+        int(path.parent.name.rpartition("-")[2]): str(path.parent)
+        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*/{TRAINER_STATE_NAME}")
+    }
+    return whole[max(whole)] if whole else None

@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import BaseImageProcessor, HfArgumentParser, PreTrainedModel, TimmWrapperImageProcessor, set_seed
+from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor, set_seed
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, apply_entame
 from entame_hf.callbacks import EarlyEvaluation
+from entame_hf.cli import FILES, OptionParser
 from entame_hf.data import (
     AUGMENTATIONS,
     ClassificationDataset,
@@ -36,8 +36,16 @@ from entame_hf.data import (
 from entame_hf.demo import demo_dataset, demo_model
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
 from entame_hf.models import as_transformers, check_input_size, label_maps, load_classifier, timm_processor
-from entame_hf.runs import claim_output_dir, last_checkpoint
+from entame_hf.runs import check_output_dir, clear_output_dir, last_checkpoint
 
+METRICS = ("loss", "accuracy", "f1_macro")
+LEAST = {
+    "learning_rate": 0,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "seed": 0,
+}
 DEMO_METHODS = {"base": "as usual (He fan-out head)", "entame": "ENTAME"}
 DEMO_DEFAULTS = {
     "output_dir": "out/demo",
@@ -114,25 +122,27 @@ class RunArguments(EntameTrainingArguments):
     save_total_limit: int | None = field(default=2, metadata={"help": "How many checkpoints are kept."})
     logging_steps: float = field(default=10, metadata={"help": "Steps between two lines of the log."})
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} {getattr(self, name)} must be {least} or more.")
+        if self.max_steps <= 0 and self.num_train_epochs <= 0:
+            raise ValueError(f"--num_train_epochs {self.num_train_epochs} trains nothing: give a positive number.")
+        metric = (self.metric_for_best_model or "loss").removeprefix("eval_")
+        if metric not in METRICS:
+            raise ValueError(f"--metric_for_best_model {metric} is not measured: use {', '.join(METRICS)}.")
+
 
 def main(argv: list[str]) -> None:
-    kinds: Any = [ModelArguments, DataArguments, RunArguments]
-    parser = HfArgumentParser(kinds, description="Fine-tune an image classifier with ENTAME.", allow_abbrev=False)
-    from_file = len(argv) == 1 and Path(argv[0]).suffix in (".yaml", ".yml", ".json")
-    is_demo = not from_file and not any(
-        argument.startswith(("--model_name_or_path", "--dataset_name", "--data_dir")) for argument in argv
+    parser = OptionParser([ModelArguments, DataArguments, RunArguments], "Fine-tune an image classifier with ENTAME.")
+    is_demo = not any(
+        argument.startswith(("--model_name_or_path", "--dataset_name", "--data_dir")) or argument.endswith(FILES)
+        for argument in argv
     )
     if is_demo:
         parser.set_defaults(**DEMO_DEFAULTS)
-    try:
-        if from_file:
-            parse = parser.parse_json_file if argv[0].endswith(".json") else parser.parse_yaml_file
-            model_args, data_args, args = parse(argv[0])
-        else:
-            model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
-    # Fields check their values; files may be missing or say something else than options.
-    except (ValueError, OSError) as error:
-        raise InputError(str(error)) from error
+    model_args, data_args, args = parser.parse(argv)
     transformers.utils.logging.set_verbosity(args.get_process_log_level())
     # Pinning serves accelerators, and warns without one.
     args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
@@ -143,7 +153,7 @@ def main(argv: list[str]) -> None:
         raise InputError("No model. Give --model_name_or_path, such as timm/resnet50.a1_in1k.")
     if data_args.dataset_name is None and data_args.data_dir is None:
         raise InputError("No data. Give --dataset_name (a Hub id or a dataset's folder) or --data_dir (images).")
-    claim_output_dir(args)
+    check_output_dir(args, inputs=[model_args.model_name_or_path, data_args.dataset_name, data_args.data_dir])
     args.resume_from_checkpoint = last_checkpoint(args)
     with args.main_process_first(desc="loading the data"):
         splits = load_splits(
@@ -203,21 +213,28 @@ def build_trainer(
     if isinstance(processor, TimmWrapperImageProcessor):
         # Where timm and transformers look for a timm model's mean, std, size and crop.
         model.config.pretrained_cfg = update_pretrained_cfg(model.config.pretrained_cfg, processor)
-    return EntameTrainer(
-        model=model,
-        args=args,
-        train_dataset=train.with_transform(training_transform(processor, data_args.augmentation)),
-        eval_dataset=ClassificationDataset(
-            splits.evaluation, *columns, evaluation_transform(processor), name="evaluation", evaluation=True
-        ),
-        processing_class=processor,
-        compute_metrics=metrics_of_predictions(),
-        preprocess_logits_for_metrics=predicted_classes,
+    train = train.with_transform(training_transform(processor, data_args.augmentation))
+    evaluation = ClassificationDataset(
+        splits.evaluation, *columns, evaluation_transform(processor), name="evaluation", evaluation=True
     )
+    try:
+        return EntameTrainer(
+            model=model,
+            args=args,
+            train_dataset=train,
+            eval_dataset=evaluation,
+            processing_class=processor,
+            compute_metrics=metrics_of_predictions(),
+            preprocess_logits_for_metrics=predicted_classes,
+        )
+    # Trackers that are not installed, options that do not go together.
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise InputError(str(error)) from error
 
 
 def run(trainer: EntameTrainer) -> dict[str, float]:
     args = trainer.args
+    clear_output_dir(args)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
@@ -234,7 +251,10 @@ def run(trainer: EntameTrainer) -> dict[str, float]:
 
 
 def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> None:
-    claim_output_dir(args)
+    if args.resume_from_checkpoint is not None:
+        raise InputError("The demonstration keeps no checkpoints to go on from. Leave --resume_from_checkpoint out.")
+    check_output_dir(args, inputs=[])
+    args.energy_logging_steps = max(args.energy_logging_steps, 1)
     splits = split_dataset(demo_dataset(), **split_options(data_args, args.seed))
     rows = []
     for method, title in DEMO_METHODS.items():
@@ -272,5 +292,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except InputError as error:
-        print(f"finetune.py: error: {error}", file=sys.stderr)
+        print(f"finetune.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -149,6 +149,8 @@ def test_options_from_a_file(tmp_path, photos, timm_folder, suffix):
         "max_steps": 1,
         "use_cpu": True,
         "entame_method": "mei",
+        # In YAML 1.1 this is a string.
+        "phi_w": "1e-10",
     }
     file = tmp_path / f"run.{suffix}"
     file.write_text(yaml.safe_dump(options) if suffix == "yaml" else json.dumps(options))
@@ -182,7 +184,7 @@ class TestBadInput:
     def refuse(self, message, argv):
         with pytest.raises(InputError, match=message) as error:
             finetune.main(argv)
-        assert "\n" not in str(error.value)
+        assert len(" ".join(str(error.value).split())) < 700
 
     def test_ends_the_process_with_2_and_one_line(self, tmp_path, photos):
         command = [sys.executable, str(SCRIPT), *arguments(tmp_path / "none", photos, tmp_path / "out")]
@@ -192,7 +194,8 @@ class TestBadInput:
             result.stderr.strip().splitlines()[-1].startswith("finetune.py: error: Cannot load --model_name_or_path")
         )
         assert "Traceback" not in result.stderr
-        assert list((tmp_path / "out").iterdir()) == []
+        assert len(result.stderr.strip().splitlines()[-1]) < 700
+        assert not (tmp_path / "out").exists()
 
     def test_an_unknown_option_ends_with_2(self, tmp_path, photos, timm_folder):
         with pytest.raises((SystemExit, InputError)) as end:
@@ -216,13 +219,51 @@ class TestBadInput:
             ({"resume_from_checkpoint": "last"}, "no checkpoint there"),
             ({"resume_from_checkpoint": "/nowhere"}, "no checkpoint there"),
             ({"output_dir": "/proc/out"}, "cannot be written to"),
+            ({"learning_rate": -1}, "--learning_rate -1.0 must be 0 or more"),
+            ({"learning_rate": "abc"}, "--learning_rate.*abc"),
+            ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size 0 must be 1 or more"),
+            ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps"),
+            ({"num_train_epochs": -1}, "--num_train_epochs"),
+            ({"seed": -1}, "--seed"),
+            ({"metric_for_best_model": "auc"}, "loss, accuracy, f1_macro"),
+            ({"normalization": "bogus"}, "--normalization"),
+            ({"eval_strategy": "no", "load_best_model_at_end": True}, "load_best_model_at_end"),
         ],
         ids=str,
     )
     def test_values(self, tmp_path, photos, timm_folder, changes, message):
         out = tmp_path / "out"
-        self.refuse(message, arguments(timm_folder, photos, out, **changes) if changes else [])
-        assert not out.exists() or list(out.iterdir()) == []
+        self.refuse(message, arguments(timm_folder, photos, out, **changes))
+        assert not out.exists()
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("run.yaml", "- a", "must hold one mapping"),
+            ("run.yaml", "", "must hold one mapping"),
+            ("run.yaml", "a: [", "run.yaml cannot be read"),
+            ("run.json", "[1]", "must hold one mapping"),
+            ("run.json", "{", "run.json cannot be read"),
+            ("run.yaml", "learning_rat: 1", "Unknown option --learning_rat"),
+            ("run.yaml", "normalization: bogus", "--normalization"),
+            ("run.yaml", "per_device_eval_batch_size: many", "--per_device_eval_batch_size"),
+        ],
+    )
+    def test_files_of_options(self, tmp_path, name, text, message):
+        (tmp_path / name).write_text(text)
+        self.refuse(message, [str(tmp_path / name)])
+
+    def test_a_file_beside_options(self, tmp_path):
+        self.refuse("not from both", [str(tmp_path / "run.yaml"), "--seed", "1"])
+
+    def test_overwriting_costs_nothing_until_all_is_well(self, tmp_path, photos, timm_folder):
+        out = tmp_path / "out"
+        finetune.main(arguments(timm_folder, photos, out, max_steps=1))
+        before = {path.name for path in out.iterdir()}
+        again = arguments(timm_folder, photos, out, overwrite=True)
+        self.refuse("/nowhere", [*again, "--data_dir", "/nowhere"])
+        self.refuse("--overwrite would remove", [*again, "--model_name_or_path", str(out)])
+        assert {path.name for path in out.iterdir()} == before
 
     def test_a_size_that_the_model_does_not_take(self, tmp_path, photos):
         ViTForImageClassification(ViTConfig(**TINY_VIT)).save_pretrained(tmp_path / "vit")
@@ -290,11 +331,23 @@ class TestBadInput:
         assert not (tmp_path / "ran").exists()
 
 
-def test_an_adapted_model_is_not_wiped(tmp_path, photos, timm_folder):
-    finetune.main(arguments(timm_folder, photos, tmp_path / "first", max_steps=1))
-    with pytest.raises(ValueError, match="keep"):
-        finetune.main(arguments(tmp_path / "first", photos, tmp_path / "second", max_steps=1))
-    finetune.main(arguments(tmp_path / "first", photos, tmp_path / "third", max_steps=1, entame_method="keep"))
+class TestAdaptedModels:
+    def test_the_same_classes_go_on_only_where_asked(self, tmp_path, photos, timm_folder):
+        finetune.main(arguments(timm_folder, photos, tmp_path / "first", max_steps=1))
+        with pytest.raises(InputError, match="--entame_method keep"):
+            finetune.main(arguments(tmp_path / "first", photos, tmp_path / "second", max_steps=1))
+        finetune.main(arguments(tmp_path / "first", photos, tmp_path / "third", max_steps=1, entame_method="keep"))
+
+    def test_as_many_other_classes_get_a_new_head(self, tmp_path, photos, timm_folder):
+        finetune.main(arguments(timm_folder, photos, tmp_path / "first", max_steps=1))
+        write_images(tmp_path / "others", dict(zip(("x", "y", "z"), COLOURS.values(), strict=True)), count=20)
+        finetune.main(arguments(tmp_path / "first", tmp_path / "others", tmp_path / "second", max_steps=1))
+        config = json.loads((tmp_path / "second" / "config.json").read_text())
+        assert config["label_names"] == ["x", "y", "z"]
+        assert config["entame"]["method"] == "entame"
+        state = json.loads((tmp_path / "second" / "trainer_state.json").read_text())
+        losses = [entry["train_loss"] for entry in state["log_history"] if "train_loss" in entry]
+        assert losses[0] == pytest.approx(np.log(3), abs=1e-3)
 
 
 @pytest.mark.slow
