@@ -47,6 +47,8 @@ def load_classifier(
             num_labels=len(class_names),
             **label_maps(class_names),
             ignore_mismatched_sizes=True,
+            # A pickle may run code when it is loaded.
+            use_safetensors=True,
             **where,
         )
     # What the libraries raise for an unknown id, an unreadable file, another task or a need for remote code.

@@ -294,3 +294,6 @@ if __name__ == "__main__":
     except InputError as error:
         print(f"finetune.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nInterrupted. Go on from the last checkpoint with --resume_from_checkpoint last.", file=sys.stderr)
+        sys.exit(130)

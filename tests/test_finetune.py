@@ -272,6 +272,13 @@ class TestBadInput:
             "no images of 24×24.*--image_size", arguments(tmp_path / "vit", photos, tmp_path / "out", image_size=24)
         )
 
+    def test_weights_in_a_pickle_are_not_loaded(self, tmp_path, photos, hf_folder):
+        shutil.copytree(hf_folder, tmp_path / "pickled")
+        (tmp_path / "pickled" / "model.safetensors").unlink()
+        model = AutoModelForImageClassification.from_pretrained(hf_folder)
+        torch.save(model.state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+        self.refuse("safetensors", arguments(tmp_path / "pickled", photos, tmp_path / "out"))
+
     def test_one_class(self, tmp_path, timm_folder):
         write_images(tmp_path / "photos", {"red": (200, 40, 40)}, count=3)
         self.refuse("one class", arguments(timm_folder, tmp_path / "photos", tmp_path / "out"))
