@@ -37,25 +37,25 @@ SMALL = {
 class Finding:
     """What became of a model: `wrong` where the heads found are not all leaves that give logits."""
 
-    library: str
+    source: str
     name: str
     outcome: str
     wrong: bool = False
 
 
-def examine(library: str, name: str, model: nn.Module) -> Finding:
+def examine(source: str, name: str, model: nn.Module) -> Finding:
     leaves = {path: leaf for path, leaf in model.named_modules() if isinstance(leaf, Leaf)}
     expected = {path for path, leaf in leaves.items() if num_classes(leaf) == CLASSES}
     try:
         heads = find_heads(model)
     except ValueError as error:
         reason = "built without a head" if "without a classifier head" in str(error) else "no head"
-        return Finding(library, name, f"refused: {reason}", wrong=bool(expected))
+        return Finding(source, name, f"refused: {reason}", wrong=bool(expected))
     kinds = Counter(type(head.module).__name__ for head in heads)
     outcome = ", ".join(
         f"{count} {'1×1 convolution' if 'Conv' in kind else 'linear'}" for kind, count in kinds.items()
     )
-    return Finding(library, name, outcome, wrong={head.path for head in heads} != expected)
+    return Finding(source, name, outcome, wrong={head.path for head in heads} != expected)
 
 
 def timm_models(names: list[str] | None = None) -> Iterator[Finding]:
@@ -86,9 +86,9 @@ def transformers_models(names: list[str] | None = None) -> Iterator[Finding]:
 
 def table(findings: list[Finding]) -> str:
     rows = ["| library | heads | models | for example |", "|---|---|---|---|"]
-    counts = Counter((finding.library, finding.outcome) for finding in findings)
+    counts = Counter((finding.source, finding.outcome) for finding in findings)
     for (library, outcome), count in sorted(counts.items(), key=lambda item: (item[0][0], -item[1])):
-        example = next(f.name for f in findings if (f.library, f.outcome) == (library, outcome))
+        example = next(f.name for f in findings if (f.source, f.outcome) == (library, outcome))
         rows.append(f"| {library} | {outcome} | {count} | `{example}` |")
     wrong = [finding.name for finding in findings if finding.wrong]
     rows.append(f"\nPatched wrongly or in part: {', '.join(wrong) or 'none'}.")

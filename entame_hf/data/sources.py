@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from textwrap import shorten
+from typing import Any
 
 import datasets
 import numpy as np
@@ -42,14 +43,7 @@ def load_splits(
     dataset_name: str | None = None,
     dataset_config_name: str | None = None,
     data_dir: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
-    train_split: str | None = None,
-    eval_split: str | None = None,
-    test_fraction: float = 0.15,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    seed: int = 42,
+    **options: Any,
 ) -> Splits:
     """Load the training and the evaluation part of a dataset.
 
@@ -60,24 +54,8 @@ def load_splits(
             The dataset's configuration.
         data_dir (`str`, *optional*):
             A folder of images, for [`load_image_folder`].
-        image_column (`str`, *optional*):
-            The column of the images; by default the only one that holds images.
-        label_column (`str`, *optional*):
-            The column of the labels; by default the only `ClassLabel`, else "label" or "labels".
-        train_split (`str`, *optional*):
-            The split to train on; by default "train".
-        eval_split (`str`, *optional*):
-            The split to evaluate on; by default "validation", else "test", else `test_fraction` of the
-            training split. Naming the training split sets this fraction of it aside too.
-        test_fraction (`float`, *optional*, defaults to 0.15):
-            The share of each class that is set aside where no split is there to evaluate on. At least one
-            image of a class goes to either part; the only image of a class is trained on.
-        max_train_samples (`int`, *optional*):
-            Train on so many images at most, drawn at random.
-        max_eval_samples (`int`, *optional*):
-            Evaluate on so many images at most, drawn at random.
-        seed (`int`, *optional*, defaults to 42):
-            Decides which images are set aside and drawn.
+        options:
+            Which columns and splits, and how many images: what [`split_dataset`] takes.
 
     Returns:
         [`Splits`]: The two parts; `train` is `None` where no split is called "train" and none was named.
@@ -96,17 +74,7 @@ def load_splits(
     if bool(dataset_name) == bool(data_dir):
         raise InputError("Give either --dataset_name (a Hub id or a dataset's folder) or --data_dir (images).")
     loaded = load_image_folder(data_dir) if data_dir else _load_dataset(str(dataset_name), dataset_config_name)
-    return split_dataset(
-        loaded,
-        image_column=image_column,
-        label_column=label_column,
-        train_split=train_split,
-        eval_split=eval_split,
-        test_fraction=test_fraction,
-        max_train_samples=max_train_samples,
-        max_eval_samples=max_eval_samples,
-        seed=seed,
-    )
+    return split_dataset(loaded, **options)
 
 
 def split_dataset(
@@ -125,7 +93,25 @@ def split_dataset(
 
     Args:
         loaded (`datasets.DatasetDict`):
-            The dataset's splits. All other arguments are those of [`load_splits`].
+            The dataset's splits.
+        image_column (`str`, *optional*):
+            The column of the images; by default the only one that holds images.
+        label_column (`str`, *optional*):
+            The column of the labels; by default the only `ClassLabel`, else "label" or "labels".
+        train_split (`str`, *optional*):
+            The split to train on; by default "train".
+        eval_split (`str`, *optional*):
+            The split to evaluate on; by default "validation", else "test", else `test_fraction` of the
+            training split. Naming the training split sets this fraction of it aside too.
+        test_fraction (`float`, *optional*, defaults to 0.15):
+            The share of each class that is set aside where no split is there to evaluate on. At least one
+            image of a class goes to either part; the only image of a class is trained on.
+        max_train_samples (`int`, *optional*):
+            Train on so many images at most, drawn at random.
+        max_eval_samples (`int`, *optional*):
+            Evaluate on so many images at most, drawn at random.
+        seed (`int`, *optional*, defaults to 42):
+            Decides which images are set aside and drawn.
 
     Returns:
         [`Splits`]: The two parts.
