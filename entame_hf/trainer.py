@@ -79,7 +79,9 @@ class EntameTrainer(Trainer):
         entame: EntameConfig | None = None,
         **trainer_kwargs: Any,
     ) -> None:
-        if args is not None and args.n_gpu > 1:
+        if args is None:
+            args = TrainingArguments("tmp_trainer")
+        if args.n_gpu > 1:
             logger.warning(
                 f"Using one of {args.n_gpu} GPUs: DataParallel keeps no feature statistics. "
                 "To use them all, start with: accelerate launch your_script.py"
@@ -281,6 +283,7 @@ class EntameTrainer(Trainer):
             return False
         try:
             load_weights(self.model, folder)
-        except TypeError:
+        # A class that takes more than a config; a folder that was removed, which Trainer reports in its own way.
+        except (TypeError, OSError):
             return False
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,7 @@ import timm
 import torch
 from conftest import RandomImages
 from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, TrainerCallback
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame
 from entame_hf.fold import stock_state_dict
@@ -63,7 +64,7 @@ def test_checkpoints_load_in_a_process_without_this_package(tmp_path, tiny_vit, 
         import sys
         sys.modules["entame_hf"] = None
         import timm, torch, warnings
-        from transformers import AutoModelForImageClassification
+        from transformers import AutoModelForImageClassification, TrainerCallback
         warnings.simplefilter("error")
         images, logits = torch.load("images.pt"), torch.load("logits.pt")
         for folder in ("final", "checkpoint-4"):
@@ -136,6 +137,25 @@ def test_the_best_model_comes_back_with_its_statistics(tmp_path):
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert max(losses) != losses[-1]
     assert trainer.evaluate()["eval_loss"] == max(losses)
+
+
+def test_a_best_model_that_was_removed_costs_no_finished_training(tmp_path):
+    class Removing(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            shutil.rmtree(tmp_path / f"checkpoint-{state.global_step}")
+
+    args = EntameTrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = EntameTrainer(timm_resnet(), args, train_dataset=DATA, eval_dataset=DATA, callbacks=[Removing()])
+    assert trainer.train().global_step == 2
 
 
 def test_going_on_from_a_kept_head_can_be_resumed(tmp_path, tiny_vit):
