@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .energy import ErrorEnergy, error_energy
+from .energy import ErrorEnergy, error_energy, noise_share
 from .patch import mark_trained
 
 
@@ -45,7 +45,7 @@ class EnergyRecorder:
         energy = ErrorEnergy(*(self._sums / self._count))
         self._sums, self._count = None, 0
         # The share of means, which is what the definition averages; not the mean of shares.
-        energy = energy._replace(noise_share=energy.estimates / energy.total.clamp(min=1e-38))
+        energy = energy._replace(noise_share=noise_share(energy.estimates, energy.total))
         return {f"energy/{name}": float(value) for name, value in energy._asdict().items()}
 
 

@@ -13,10 +13,10 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .config import EntameConfig
-from .fold import normalised_heads, save_stock
+from .fold import normalised_heads
 from .heads import find_heads, num_classes, timm_model
 from .patch import mark_applied, mark_trained, set_feature_norm
 
@@ -53,7 +53,6 @@ def prepare_heads(model: nn.Module, config: EntameConfig) -> None:
     """Give a model the structure that a checkpoint's head state needs, without drawing anything."""
     set_feature_norm(find_heads(model, config.head), config)
     mark_applied(model, config)
-    save_stock(model)
 
 
 def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
@@ -89,7 +88,6 @@ def load_head_state(model: nn.Module, folder: str | Path) -> None:
     for path, leaf in normalised_heads(model):
         prefix = f"{path}."
         leaf.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
-        leaf.znorm.unfold_next = False
     mark_trained(model)
 
 
@@ -107,6 +105,11 @@ def adaptation_record(model: nn.Module, config: EntameConfig, method: str, learn
     }
 
 
+def class_names(config: PreTrainedConfig) -> list[str]:
+    """List the names of a config's classes by index, in whatever order its map was written."""
+    return [name for _, name in sorted((config.id2label or {}).items())]
+
+
 @contextmanager
 def shareable_config(model: nn.Module, record: dict[str, Any] | None) -> Iterator[None]:
     """Let the model's config, while it is being saved, say what was done and be readable by timm and transformers.
@@ -121,7 +124,7 @@ def shareable_config(model: nn.Module, record: dict[str, Any] | None) -> Iterato
         # null kills timm's loader, and a num_classes in it transformers': {} serves both.
         changes["model_args"] = model.config.model_args or {}
         # transformers keeps the names that a checkpoint came with, whatever its new labels are.
-        changes["label_names"] = [name for _, name in sorted((model.config.id2label or {}).items())]
+        changes["label_names"] = class_names(model.config)
     values = vars(model.config)
     before = {name: values[name] for name in changes if name in values}
     values.update(changes)

@@ -29,6 +29,11 @@ class ErrorEnergy(NamedTuple):
     entropy: Tensor
 
 
+def noise_share(estimates: Tensor, total: Tensor) -> Tensor:
+    """Divide the energy of the estimates by that of the error; an error of zero has no share of anything."""
+    return torch.where(total > 0, estimates / total, torch.zeros_like(total))
+
+
 @torch.no_grad()
 def error_energy(logits: Tensor, labels: Tensor) -> ErrorEnergy:
     """Measure the energy of the error at the logits of a softmax classifier trained with cross-entropy.
@@ -75,8 +80,7 @@ def error_energy(logits: Tensor, labels: Tensor) -> ErrorEnergy:
         labels=mean_energy(targets, targets),
         alignment=mean_energy(estimates, targets),
         total=total,
-        # An error of zero has no share of anything.
-        noise_share=torch.where(total > 0, of_estimates / total, torch.zeros_like(total)),
+        noise_share=noise_share(of_estimates, total),
         # softmax underflows to 0 where its logarithm is still finite, and 0 · ln 0 = 0.
         entropy=-mean_energy(estimates, log_estimates.clamp(min=torch.finfo(torch.float32).min)),
     )

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from .checkpoint import class_names
 from .config import EntameConfig
 from .errors import InputError
 from .fold import fold_entame
@@ -22,13 +23,13 @@ from .patch import apply_entame, carry_marks, was_adapted
 
 
 def load_classifier(
-    name: str, class_names: list[str], *, revision: str = "main", trust_remote_code: bool = False
+    name: str, names: list[str], *, revision: str = "main", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a pretrained classifier, with a new head where its classes differ in number, and its image processor.
 
     Args:
         name (`str`): an id on the Hub (`timm/...` included) or a local folder.
-        class_names (`list[str]`): names of the classes, by index.
+        names (`list[str]`): names of the classes, by index.
         revision (`str`, *optional*, defaults to `"main"`): branch, tag or commit on the Hub.
         trust_remote_code (`bool`, *optional*, defaults to `False`): whether code of the repository may run.
 
@@ -44,8 +45,8 @@ def load_classifier(
         before = AutoConfig.from_pretrained(name, **where)
         model = AutoModelForImageClassification.from_pretrained(
             name,
-            num_labels=len(class_names),
-            **label_maps(class_names),
+            num_labels=len(names),
+            **label_maps(names),
             ignore_mismatched_sizes=True,
             # A pickle may run code when it is loaded.
             use_safetensors=True,
@@ -63,9 +64,9 @@ def load_classifier(
             f"Cannot load --model_name_or_path {name}: {reason}. Give the id of an image classifier on the Hub, such "
             "as timm/resnet50.a1_in1k, or a folder that save_pretrained has written."
         ) from error
-    if list((before.id2label or {}).values()) != class_names and was_adapted(model):
+    if class_names(before) != names and was_adapted(model):
         # As many classes as before, and others: the head that was loaded knows nothing of them.
-        fold_entame(apply_entame(model, EntameConfig.for_method("keep"), num_labels=len(class_names)))
+        fold_entame(apply_entame(model, EntameConfig.for_method("keep"), num_labels=len(names)))
     return model, processor
 
 
@@ -90,9 +91,9 @@ def check_input_size(model: PreTrainedModel, size: tuple[int, int]) -> None:
         ) from error
 
 
-def label_maps(class_names: list[str]) -> dict[str, dict[Any, Any]]:
+def label_maps(names: list[str]) -> dict[str, dict[Any, Any]]:
     """Build `id2label` and `label2id` for a model's config."""
-    return {"id2label": dict(enumerate(class_names)), "label2id": {name: i for i, name in enumerate(class_names)}}
+    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 
 
 def timm_processor(model: PreTrainedModel) -> BaseImageProcessor:

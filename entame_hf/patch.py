@@ -73,12 +73,12 @@ def apply_entame(
     heads = find_heads(model, config.head)
     for head in heads:
         _check(head, config, num_labels)
-    fresh = any(num_classes(head.module) != num_labels for head in heads) or was_adapted(model)
-    if num_labels is not None and fresh:
+    adapted = was_adapted(model)
+    if num_labels is not None and (adapted or any(num_classes(head.module) != num_labels for head in heads)):
         _resize(model, heads, num_labels, generator)
-    elif applied_config(model) == config and generator is None and not was_adapted(model):
+    elif applied_config(model) == config and generator is None and not adapted:
         return model
-    elif config.init != "keep" and num_labels is None and was_adapted(model):
+    elif config.init != "keep" and num_labels is None and adapted:
         raise InputError(
             "This model was adapted with ENTAME before, and a new head would wipe what its head has learned. "
             'Pass EntameConfig(init="keep") (--entame_method keep) to go on from its head, or '
@@ -89,7 +89,6 @@ def apply_entame(
         for head in heads:
             _draw(head.module, _std(head.module, config, learning_rate), generator)
     mark_applied(model, config)
-    save_stock(model)
     if num_labels is not None:
         forget_adaptation(model)
     return model
@@ -101,8 +100,9 @@ def applied_config(model: nn.Module) -> EntameConfig | None:
 
 
 def mark_applied(model: nn.Module, config: EntameConfig) -> None:
-    """Note on the model which configuration its heads have."""
+    """Note on the model which configuration its heads have, so that whoever saves it saves the stock model."""
     vars(model)["entame_config"] = config
+    save_stock(model)
 
 
 def mark_trained(model: nn.Module) -> None:
@@ -118,7 +118,6 @@ def carry_marks(model: nn.Module, wrapper: nn.Module, prefix: str) -> None:
     config = applied_config(model)
     if config is not None:
         mark_applied(wrapper, config.under(prefix))
-        save_stock(wrapper)
     if vars(model).get("entame_trained", False):
         mark_trained(wrapper)
 

@@ -142,7 +142,8 @@ class EntameTrainer(Trainer):
                 'Trainer: apply_entame(model, EntameConfig.for_method("mei"), num_labels=...), then get_peft_model.'
             )
         config, gamma = self.entame_config(), self.args.learning_rate
-        for head in find_heads(self.model, config.head):
+        heads = find_heads(self.model, config.head)
+        for head in heads:
             if config.feature_norm and head.module.bias is None:
                 raise InputError(NO_BIAS.format(path=head.path))
         # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
@@ -155,7 +156,7 @@ class EntameTrainer(Trainer):
                 f"below {SMALL_BATCH}, pass EntameTrainingArguments(znorm_momentum=0.1)."
             )
         if config.init == "mei" and gamma > 0:
-            classes = num_classes(find_heads(self.model, config.head)[0].module)
+            classes = num_classes(heads[0].module)
             noise = statistics_batch * config.weight_variance(classes, gamma) * (classes / gamma) ** 2
             message = f"Nλ² = {noise:.3g}: the share of noise in the head's energy after a first plain gradient step."
             if noise >= 1:
