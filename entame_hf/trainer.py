@@ -9,7 +9,7 @@ from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.utils import is_peft_available, logging
+from transformers.utils import logging
 
 from .callbacks import EnergyRecorder, StepCallback
 from .checkpoint import (
@@ -23,16 +23,14 @@ from .checkpoint import (
 )
 from .config import EntameConfig
 from .errors import InputError
-from .fold import NO_BIAS, stock_state_dict
-from .heads import TIMM_PREFIX, find_heads, num_classes
+from .fold import stock_state_dict
+from .heads import TIMM_PREFIX, find_heads
 from .models import as_transformers
-from .patch import applied_config, apply_entame, forget_adaptation
+from .patch import applied_config, forget_adaptation
+from .start import start_heads
 from .training_args import HeadArguments
 
 logger = logging.get_logger(__name__)
-
-# Below this, the statistics of one batch are too noisy to evaluate with.
-SMALL_BATCH = 64
 
 
 class EntameTrainer(Trainer):
@@ -124,7 +122,13 @@ class EntameTrainer(Trainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         if resume_from_checkpoint is None:
-            self._start_heads()
+            start_heads(
+                self.model,
+                self.entame_config(),
+                learning_rate=self.args.learning_rate,
+                seed=self.args.seed,
+                batch_size=self._train_batch_size * self.args.world_size,
+            )
         if self.args.device.type == "cpu":
             self.model.to(memory_format=torch.channels_last)
         try:
@@ -134,38 +138,6 @@ class EntameTrainer(Trainer):
                 # It may be tried again with a smaller batch, from a new head.
                 forget_adaptation(self.model)
             raise
-
-    def _start_heads(self) -> None:
-        if is_peft_available() and type(self.model).__module__.startswith("peft."):
-            raise InputError(
-                "EntameTrainer does not train peft models. Start the head before you add adapters, and train with "
-                'Trainer: apply_entame(model, EntameConfig.for_method("mei"), num_labels=...), then get_peft_model.'
-            )
-        config, gamma = self.entame_config(), self.args.learning_rate
-        heads = find_heads(self.model, config.head)
-        for head in heads:
-            if config.feature_norm and head.module.bias is None:
-                raise InputError(NO_BIAS.format(path=head.path))
-        # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
-        generator = torch.Generator().manual_seed(self.args.seed)
-        apply_entame(self.model, config, learning_rate=gamma, generator=generator)
-        statistics_batch = self._train_batch_size * self.args.world_size
-        if config.feature_norm and config.momentum == 1 and statistics_batch < SMALL_BATCH:
-            logger.warning(
-                f"Evaluation will use the feature statistics of one batch of {statistics_batch}, which is noisy: "
-                f"below {SMALL_BATCH}, pass EntameTrainingArguments(znorm_momentum=0.1)."
-            )
-        if config.init == "mei" and gamma > 0:
-            classes = num_classes(heads[0].module)
-            noise = statistics_batch * config.weight_variance(classes, gamma) * (classes / gamma) ** 2
-            message = f"Nλ² = {noise:.3g}: the share of noise in the head's energy after a first plain gradient step."
-            if noise >= 1:
-                logger.warning(
-                    f"{message} At 1 and above, most of it; a smaller phi_w or noise_lambda lowers it. Adam's first "
-                    "step is larger than a plain one."
-                )
-            else:
-                logger.info(message)
 
     # The heads' own learning rate needs a parameter group of their own before the scheduler reads the groups.
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from entame_hf import (
     apply_entame,
     find_heads,
 )
+from entame_hf.start import start_heads
 
 
 def arguments(folder, kind=EntameTrainingArguments, **changes):
@@ -350,10 +351,10 @@ def test_a_path_of_the_model_that_was_given(tmp_path):
     assert isinstance(model.fc, ZNormLinear)
 
 
-def test_a_head_without_a_bias_is_refused_before_it_is_trained(tmp_path):
+def test_a_head_without_a_bias_is_refused_before_it_is_trained():
     model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
     with pytest.raises(ValueError, match="mei"):
-        EntameTrainer(model, arguments(tmp_path), train_dataset=[], entame=EntameConfig(head="0"))._start_heads()
+        start_heads(model, EntameConfig(head="0"), learning_rate=1e-4, seed=0, batch_size=64)
 
 
 class TestHeadWarmup:
@@ -449,7 +450,7 @@ class TestEnergyLog:
 
 def test_small_batches_are_warned_about(tmp_path, tiny_vit, monkeypatch):
     messages = []
-    monkeypatch.setattr("entame_hf.trainer.logger.warning", messages.append)
+    monkeypatch.setattr("entame_hf.start.logger.warning", messages.append)
     EntameTrainer(copy.deepcopy(tiny_vit), arguments(tmp_path), train_dataset=RandomImages(64)).train()
     assert any("znorm_momentum" in message for message in messages)
     messages.clear()
@@ -460,7 +461,7 @@ def test_small_batches_are_warned_about(tmp_path, tiny_vit, monkeypatch):
 
 def test_noise_left_after_the_first_update_is_warned_about(tmp_path, tiny_vit, monkeypatch):
     messages = []
-    monkeypatch.setattr("entame_hf.trainer.logger.warning", messages.append)
+    monkeypatch.setattr("entame_hf.start.logger.warning", messages.append)
     args = arguments(tmp_path, noise_lambda=1.0, znorm_momentum=0.1)
     EntameTrainer(tiny_vit, args, train_dataset=RandomImages(64)).train()
     assert any(message.startswith("Nλ² = 16") for message in messages)

@@ -1,0 +1,69 @@
+"""How a training starts: heads drawn, features normalised, doubtful settings said before any time is spent."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers.utils import is_peft_available, logging
+
+from .config import EntameConfig
+from .errors import InputError
+from .fold import NO_BIAS
+from .heads import find_heads, num_classes
+from .patch import apply_entame
+
+logger = logging.get_logger(__name__)
+
+# Below this, the statistics of one batch are too noisy to evaluate with.
+SMALL_BATCH = 64
+
+
+def start_heads(model: nn.Module, config: EntameConfig, *, learning_rate: float, seed: int, batch_size: int) -> None:
+    """Apply ENTAME for a training, and warn where its settings work against it.
+
+    Args:
+        model (`torch.nn.Module`): see [`find_heads`]; changed in place.
+        config ([`EntameConfig`]): what is done to its heads.
+        learning_rate (`float`): γ, the peak learning rate.
+        seed (`int`): the same seed draws the same heads on every device.
+        batch_size (`int`): examples that one set of feature statistics is taken over, all processes together.
+
+    Raises:
+        InputError: the model cannot be trained with this configuration and saved as its stock architecture.
+    """
+    if is_peft_available() and type(model).__module__.startswith("peft."):
+        raise InputError(
+            "EntameTrainer does not train peft models. Start the head before you add adapters, and train with "
+            'Trainer: apply_entame(model, EntameConfig.for_method("mei"), num_labels=...), then get_peft_model.'
+        )
+    heads = find_heads(model, config.head)
+    for head in heads:
+        if config.feature_norm and head.module.bias is None:
+            raise InputError(NO_BIAS.format(path=head.path))
+    # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
+    generator = torch.Generator().manual_seed(seed)
+    apply_entame(model, config, learning_rate=learning_rate, generator=generator)
+    if config.feature_norm and config.momentum == 1 and batch_size < SMALL_BATCH:
+        logger.warning(
+            f"Evaluation will use the feature statistics of one batch of {batch_size}, which is noisy: "
+            f"below {SMALL_BATCH}, pass EntameTrainingArguments(znorm_momentum=0.1)."
+        )
+    if config.init == "mei" and learning_rate > 0:
+        classes = num_classes(heads[0].module)
+        share = noise_after_first_step(config, classes, learning_rate, batch_size)
+        message = f"Nλ² = {share:.3g}: the share of noise in the head's energy after a first plain gradient step."
+        if share >= 1:
+            logger.warning(
+                f"{message} At 1 and above, most of it; a smaller phi_w or noise_lambda lowers it. Adam's first "
+                "step is larger than a plain one."
+            )
+        else:
+            logger.info(message)
+
+
+def noise_after_first_step(config: EntameConfig, classes: int, learning_rate: float, batch_size: int) -> float:
+    """Compute Nλ², with λ = C·√φ_w/γ: how much of the head is noise after one step of plain gradient descent.
+
+    Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
+    """
+    return batch_size * config.weight_variance(classes, learning_rate) * (classes / learning_rate) ** 2
