@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from .checkpoint import (
 from .config import EntameConfig
 from .errors import InputError
 from .fold import stock_state_dict
-from .heads import TIMM_PREFIX, find_heads
+from .freeze import frozen_backbone
+from .heads import TIMM_PREFIX, Head, find_heads
 from .models import as_transformers
 from .patch import applied_config, forget_adaptation
 from .start import start_heads
@@ -131,8 +133,12 @@ class EntameTrainer(Trainer):
             )
         if self.args.device.type == "cpu":
             self.model.to(memory_format=torch.channels_last)
+        still = frozen_backbone(self.model, self._heads()) if self.head_args.freeze_backbone else nullcontext()
         try:
-            return super()._inner_training_loop(batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval)
+            with still:
+                return super()._inner_training_loop(
+                    batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+                )
         except RuntimeError:
             if self.args.auto_find_batch_size:
                 # It may be tried again with a smaller batch, from a new head.
@@ -157,9 +163,11 @@ class EntameTrainer(Trainer):
                     optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * multiplier})
         return optimizer
 
+    def _heads(self) -> list[Head]:
+        return find_heads(self.model, self.entame_config().head)
+
     def _head_parameters(self) -> list[nn.Parameter]:
-        heads = find_heads(self.model, self.entame_config().head)
-        return [parameter for head in heads for parameter in head.module.parameters()]
+        return [parameter for head in self._heads() for parameter in head.module.parameters()]
 
     # dataloader_drop_last is about training: dropping images from an evaluation reports another accuracy.
     def _get_dataloader(

@@ -36,6 +36,9 @@ class HeadArguments:
         default=None,
         metadata={"help": "Optimizer steps that update the heads only; by default 1 for base_wu and 0 otherwise."},
     )
+    freeze_backbone: bool = field(
+        default=False, metadata={"help": "Train the heads alone, on features that stand still: linear probing."}
+    )
     energy_logging_steps: int = field(
         default=20,
         metadata={"help": "First steps for which the energy of the error is logged, each; 0 is off."},
@@ -76,6 +79,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             The heads' learning rate over the backbone's, in a parameter group of their own.
         head_warmup_steps (`int`, *optional*):
             Optimizer steps that update the heads only. Defaults to 1 for `"base_wu"` and to 0 otherwise.
+        freeze_backbone (`bool`, *optional*, defaults to `False`):
+            Linear probing, the paper's feature extraction: the heads alone learn, and the backbone's parameters and
+            running statistics stand still.
         energy_logging_steps (`int`, *optional*, defaults to 20):
             For this many first steps the energy of the error is logged, each step; 0 turns it off.
 

@@ -1,0 +1,69 @@
+"""A backbone that stands still: linear probing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import nn
+
+from .heads import Head
+
+
+@contextmanager
+def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
+    """Let nothing but the heads learn while this context lasts.
+
+    The backbone becomes a fixed function of the image: its parameters get no gradients, and its modules stay in eval
+    mode whatever `model.train()` says, so that running statistics stand still and nothing is dropped at random.
+    Dropout beside a head goes on: it regularises the head. Afterwards everything may learn that could before.
+
+    Args:
+        model (`torch.nn.Module`): an image classifier.
+        heads (`list[Head]`): what [`find_heads`] finds in it.
+
+    Example:
+
+    ```python
+    >>> import timm
+    >>> from entame_hf import find_heads
+    >>> from entame_hf.freeze import frozen_backbone
+
+    >>> model = timm.create_model("resnet18")
+    >>> with frozen_backbone(model, find_heads(model)):
+    ...     print([name for name, parameter in model.named_parameters() if parameter.requires_grad])
+    ['fc.weight', 'fc.bias']
+    ```
+    """
+    learning = {id(parameter) for head in heads for parameter in head.module.parameters()}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in learning]
+    still = list(_without_heads(model, {head.module for head in heads}))
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    for module in still:
+        module.eval()
+        # Whoever trains calls model.train() before every step. A partial survives copies and pickles.
+        vars(module)["train"] = partial(_stay, module)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        for module in still:
+            del vars(module)["train"]
+
+
+def _without_heads(module: nn.Module, heads: set[nn.Module]) -> Iterator[nn.Module]:
+    """Iterate over the largest parts of a model that hold no head."""
+    for child in module.children():
+        if child in heads or isinstance(child, nn.Dropout):
+            continue
+        if heads.isdisjoint(child.modules()):
+            yield child
+        else:
+            yield from _without_heads(child, heads)
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
