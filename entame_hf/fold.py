@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import InputError
-from .heads import TIMM_PREFIX, timm_model
-from .layers import ZNormLeaf
+from .heads import TIMM_PREFIX, base_model, is_peft, timm_model
+from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 NO_BIAS = (
@@ -104,16 +105,40 @@ def save_stock(model: nn.Module) -> None:
 
     As they are, plain `from_pretrained` would drop the statistics with a remark, and give other logits.
     """
-    if isinstance(model, PreTrainedModel):
-        # Copies and pickles of a partial object refer to the copied model; those of a bound method to its class.
-        vars(model)["save_pretrained"] = partial(_save_pretrained, model)
+    for part in {model, base_model(model)}:
+        if hasattr(type(part), "save_pretrained"):
+            # Copies and pickles of a partial object refer to the copied model; those of a bound method to its class.
+            vars(part)["save_pretrained"] = partial(_save_pretrained, part)
 
 
 def _save_pretrained(
     model: Any, save_directory: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
 ) -> Any:
+    if is_peft(model):
+        # What peft writes is named by its layers' own state dicts.
+        with folded(model):
+            return type(model).save_pretrained(model, save_directory, *args, **kwargs)
     state = stock_state_dict(model, state_dict)
     return type(model).save_pretrained(model, save_directory, *args, state_dict=state, **kwargs)
+
+
+@contextmanager
+def folded(model: nn.Module) -> Iterator[None]:
+    """Let a model be its stock self while this context lasts, and bit for bit what it was afterwards."""
+    kept = [(leaf, leaf.znorm, leaf.weight.detach().clone(), leaf.bias) for _, leaf in normalised_heads(model)]
+    biases = [None if bias is None else bias.detach().clone() for *_, bias in kept]
+    for leaf, *_ in kept:
+        fold_leaf(leaf)
+    try:
+        yield
+    finally:
+        for (leaf, znorm, weight, bias), before in zip(kept, biases, strict=True):
+            with torch.no_grad():
+                leaf.weight.copy_(weight)
+                if bias is not None:
+                    bias.copy_(before)
+            leaf.bias = bias
+            normalise_leaf(leaf, znorm)
 
 
 def normalised_heads(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:
@@ -133,6 +158,12 @@ def fold_leaf(leaf: ZNormLeaf) -> None:
         else:
             leaf.bias.copy_(bias)
     to_stock(leaf)
+
+
+def normalise_leaf(leaf: Any, znorm: ZNorm) -> None:
+    """Make a leaf of torch's classes normalise its input; its parameters stay as they are."""
+    leaf.znorm = znorm
+    leaf.__class__ = ZNormLinear if isinstance(leaf, nn.Linear) else ZNormConv2d
 
 
 def to_stock(leaf: nn.Module) -> None:

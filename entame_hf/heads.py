@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,28 +60,40 @@ def find_heads(model: nn.Module, paths: str | Iterable[str] | None = None) -> li
     """
     if paths is not None:
         return [_at(model, path) for path in ([paths] if isinstance(paths, str) else paths)]
-    if isinstance(model, PreTrainedModel) and model.config.model_type != "timm_wrapper":
-        found = _transformers_paths(model)
-    elif timm_model(model) is not None:
-        found = _timm_paths(model)
+    base = base_model(model)
+    if isinstance(base, PreTrainedModel) and base.config.model_type != "timm_wrapper":
+        found = _transformers_paths(base)
+    elif timm_model(base) is not None:
+        found = _timm_paths(base)
     else:
         found = []
     if not found:
-        inner = timm_model(model)
+        inner = timm_model(base)
         if inner is not None and getattr(inner, "num_classes", None) == 0:
             raise InputError(
                 f"This {type(inner).__name__} was built without a classifier head. "
                 "Pass num_classes=10 (your number of classes) to timm.create_model."
             )
         raise InputError(
-            f"No classifier head found in {type(model).__name__}. "
+            f"No classifier head found in {type(base).__name__}. "
             f'Pass EntameConfig(head="path"); candidates: {", ".join(_candidates(model)) or "none"}.'
         )
     return [_at(model, path) for path in found]
 
 
+def base_model(model: Any) -> Any:
+    """Get the model that was adapted with peft; every other model is its own."""
+    return model.get_base_model() if is_peft(model) else model
+
+
+def is_peft(module: nn.Module) -> bool:
+    """Tell whether a module is one of peft's: a model with adapters, or a layer of it."""
+    return type(module).__module__.startswith("peft.")
+
+
 def timm_model(model: nn.Module) -> Any:
     """Get the timm model that `model` is or wraps; None where it is another library's."""
+    model = base_model(model)
     if isinstance(model, PreTrainedModel):
         return model.timm_model if model.config.model_type == "timm_wrapper" else None
     return model if "pretrained_cfg" in vars(model) else None
@@ -94,7 +106,7 @@ def _timm_paths(model: nn.Module) -> list[str]:
     prefix = "" if inner is model else TIMM_PREFIX
     names = [names] if isinstance(names, str) else list(names)
     names += [TIMM_SECOND_HEADS[name] for name in names if TIMM_SECOND_HEADS.get(name, name) not in names]
-    return [f"{prefix}{name}" for name in names if isinstance(_get(inner, name), Leaf)]
+    return [f"{prefix}{name}" for name in names if isinstance(_get(inner, name)[1], Leaf)]
 
 
 def _transformers_paths(model: PreTrainedModel) -> list[str]:
@@ -104,10 +116,8 @@ def _transformers_paths(model: PreTrainedModel) -> list[str]:
     backbone = f"{model.base_model_prefix}."
     return [
         path
-        for path, module in model.named_modules()
-        if isinstance(module, Leaf)
-        and not path.startswith(backbone)
-        and num_classes(module) == model.config.num_labels
+        for path, leaf in _leaves(model)
+        if not path.startswith(backbone) and num_classes(leaf) == model.config.num_labels
     ]
 
 
@@ -121,15 +131,44 @@ def num_features(leaf: Leaf) -> int:
     return leaf.in_features if isinstance(leaf, nn.Linear) else leaf.in_channels
 
 
-def _get(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
+def _leaves(module: nn.Module, path: Sequence[str] = ()) -> Iterator[tuple[str, Leaf]]:
+    """Iterate over the leaves that compute, and not over an adapter's own or those that it has put aside."""
+    steps, module = _through_adapter(list(path), module)
+    if isinstance(module, Leaf):
+        yield ".".join(steps), module
+    for name, child in module.named_children():
+        yield from _leaves(child, [*steps, name])
+
+
+def _through_adapter(path: list[str], module: Any) -> tuple[list[str], nn.Module]:
+    """Go from a model or layer of peft's to what it adapts, or to the copy of it that it trains."""
+    steps: list[str] = []
+    if is_peft(module) and "modules_to_save" in module._modules:
+        steps = ["modules_to_save", *module.active_adapters[:1]]
+    elif is_peft(module) and "base_layer" in module._modules:
+        steps = ["base_layer"]
+    elif is_peft(module) and "base_model" in module._modules:
+        steps = ["base_model", "model"]
+    return path + steps, module.get_submodule(".".join(steps))
+
+
+def _get(model: nn.Module, path: str) -> tuple[str, nn.Module | None]:
+    """Follow a dotted path, through adapters that stand in its way: the path as `get_submodule` takes it, and what is
+    there."""
+    steps: list[str] = []
+    module = model
+    for name in path.split("."):
+        if name not in module._modules:
+            steps, module = _through_adapter(steps, module)
+        if name not in module._modules:
+            return path, None
+        steps, module = [*steps, name], module.get_submodule(name)
+    steps, module = _through_adapter(steps, module)
+    return ".".join(steps), module
 
 
 def _at(model: nn.Module, path: str) -> Head:
-    module = _get(model, path)
+    found, module = _get(model, path)
     if not isinstance(module, Leaf):
         what = "nothing" if module is None else f"a {type(module).__name__}"
         raise InputError(
@@ -138,10 +177,9 @@ def _at(model: nn.Module, path: str) -> Head:
         )
     if isinstance(module, nn.Conv2d) and (module.kernel_size != (1, 1) or module.groups != 1):
         raise InputError(f"{path!r} is a {module}: a convolution is a head only where its kernel is 1×1.")
-    return Head(path, module)
+    return Head(found, module)
 
 
 def _candidates(model: nn.Module, at_most: int = 5) -> list[str]:
     """List the last leaves of a model: a head stands at its end."""
-    leaves = [path for path, module in model.named_modules() if isinstance(module, Leaf)]
-    return leaves[-at_most:][::-1]
+    return [path for path, _ in _leaves(base_model(model))][-at_most:][::-1]

@@ -18,7 +18,7 @@ from .checkpoint import class_names
 from .config import EntameConfig
 from .errors import InputError
 from .fold import fold_entame
-from .heads import TIMM_PREFIX, timm_model
+from .heads import TIMM_PREFIX, base_model, is_peft, timm_model
 from .patch import apply_entame, carry_marks, was_adapted
 
 
@@ -118,8 +118,10 @@ def as_transformers(model: nn.Module) -> Any:
         ValueError: the timm model was built with arguments that its saved checkpoint could not tell.
     """
     inner = timm_model(model)
-    if inner is None or isinstance(model, PreTrainedModel):
+    if inner is None or isinstance(base_model(model), PreTrainedModel):
         return model
+    if is_peft(model):
+        raise InputError("Wrap a timm model before you add adapters: get_peft_model(as_transformers(model), config).")
     # Imported where it is needed: it imports timm, half of what importing this package would cost.
     from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
 

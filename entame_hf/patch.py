@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from .config import EntameConfig
 from .errors import InputError
-from .fold import fold_leaf, save_stock, to_stock
-from .heads import Head, Leaf, find_heads, num_classes, num_features, timm_model
+from .fold import fold_leaf, normalise_leaf, save_stock, to_stock
+from .heads import Head, Leaf, base_model, find_heads, is_peft, num_classes, num_features, timm_model
 from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -71,6 +71,8 @@ def apply_entame(
     """
     config = config or EntameConfig()
     heads = find_heads(model, config.head)
+    if num_labels is not None and is_peft(model):
+        raise InputError("Adapters hold copies of the head: call apply_entame(..., num_labels=...) before peft.")
     for head in heads:
         _check(head, config, num_labels)
     adapted = was_adapted(model)
@@ -95,8 +97,8 @@ def apply_entame(
 
 
 def applied_config(model: nn.Module) -> EntameConfig | None:
-    """Get the configuration that is applied to a model, and None where there is none."""
-    return vars(model).get("entame_config")
+    """Get the configuration that is applied to a model, before or after adapters were added; None without one."""
+    return vars(model).get("entame_config") or vars(base_model(model)).get("entame_config")
 
 
 def mark_applied(model: nn.Module, config: EntameConfig) -> None:
@@ -126,11 +128,12 @@ def was_adapted(model: nn.Module) -> bool:
     """Tell whether the model's head was trained with ENTAME, here or according to the config it was loaded with."""
     if vars(model).get("entame_trained", False):
         return True
-    if not isinstance(model, PreTrainedModel):
+    base = base_model(model)
+    if not isinstance(base, PreTrainedModel):
         return False
-    record = getattr(model.config, "entame", None)
+    record = getattr(base.config, "entame", None)
     # A head that from_pretrained replaced for another number of classes holds nothing that could be lost.
-    return record is not None and record["num_labels"] == model.config.num_labels
+    return record is not None and record["num_labels"] == base.config.num_labels
 
 
 def forget_adaptation(model: nn.Module) -> None:
@@ -158,6 +161,11 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
         raise InputError(
             f"{head.path} is a {type(leaf).__name__}, which may compute more than a Linear or a Conv2d: its input "
             "cannot be normalised. Pass EntameConfig(feature_norm=False), or put a plain layer in its place."
+        )
+    if config.feature_norm and head.path.endswith(".base_layer"):
+        raise InputError(
+            f"{head.path} is adapted by LoRA, which would read features that are not normalised. Name the head in "
+            'modules_to_save instead of target_modules, or pass EntameConfig.for_method("mei").'
         )
     if config.init == "keep" and config.feature_norm and leaf.bias is None and not isinstance(leaf, ZNormLeaf):
         raise InputError(
@@ -244,5 +252,4 @@ def _normalise_input(leaf: Leaf, config: EntameConfig) -> None:
     if config.init == "keep":
         znorm.set_identity_()
         znorm.unfold_next = True
-    leaf.znorm = znorm.train(leaf.training)
-    leaf.__class__ = ZNormLinear if isinstance(leaf, nn.Linear) else ZNormConv2d
+    normalise_leaf(leaf, znorm.train(leaf.training))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers.utils import is_peft_available, logging
+from transformers.utils import logging
 
 from .config import EntameConfig
 from .errors import InputError
 from .fold import NO_BIAS
-from .heads import find_heads, num_classes
+from .heads import find_heads, is_peft, num_classes
 from .patch import apply_entame
 
 logger = logging.get_logger(__name__)
@@ -31,13 +31,13 @@ def start_heads(model: nn.Module, config: EntameConfig, *, learning_rate: float,
     Raises:
         InputError: the model cannot be trained with this configuration and saved as its stock architecture.
     """
-    if is_peft_available() and type(model).__module__.startswith("peft."):
-        raise InputError(
-            "EntameTrainer does not train peft models. Start the head before you add adapters, and train with "
-            'Trainer: apply_entame(model, EntameConfig.for_method("mei"), num_labels=...), then get_peft_model.'
-        )
     heads = find_heads(model, config.head)
     for head in heads:
+        if is_peft(model) and not head.module.weight.requires_grad:
+            raise InputError(
+                f"{head.path} is frozen, and an adapter's checkpoint would not hold it. Let peft train and save it: "
+                f'LoraConfig(..., modules_to_save=["{head.path.removesuffix(".base_layer").rpartition(".")[2]}"]).'
+            )
         if config.feature_norm and head.module.bias is None:
             raise InputError(NO_BIAS.format(path=head.path))
     # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.

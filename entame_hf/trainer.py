@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +26,9 @@ from .checkpoint import (
 )
 from .config import EntameConfig
 from .errors import InputError
-from .fold import stock_state_dict
+from .fold import folded, stock_state_dict
 from .freeze import frozen_backbone
-from .heads import TIMM_PREFIX, Head, find_heads
+from .heads import TIMM_PREFIX, Head, find_heads, is_peft
 from .models import as_transformers
 from .patch import applied_config, forget_adaptation
 from .start import start_heads
@@ -248,23 +250,25 @@ class EntameTrainer(Trainer):
             prepare_heads(self.model, config)
         else:
             logger.warning(f"{resume_from_checkpoint} was not trained with ENTAME: going on without it.")
-        if not self._loaded_whole(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_stock(resume_from_checkpoint, partial(super()._load_from_checkpoint, resume_from_checkpoint, model))
         load_head_state(self.model, resume_from_checkpoint)
 
     # The best model goes on being evaluated here, un-folded, with its own statistics.
     def _load_best_model(self) -> None:
-        if not self._loaded_whole(self.state.best_model_checkpoint):
-            super()._load_best_model()
+        self._load_stock(self.state.best_model_checkpoint, super()._load_best_model)
         load_head_state(self.model, self.state.best_model_checkpoint)
 
-    def _loaded_whole(self, folder: str) -> bool:
-        """Load a checkpoint where this process holds the whole of a model that `from_pretrained` can build."""
-        if not isinstance(self.model, PreTrainedModel) or self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            return False
-        try:
-            load_weights(self.model, folder)
-        # A class that takes more than a config; a folder that was removed, which Trainer reports in its own way.
-        except (TypeError, OSError):
-            return False
-        return True
+    def _load_stock(self, folder: str, load: Callable[[], None]) -> None:
+        """Load a checkpoint with `from_pretrained` where that builds the model, else with Trainer's `load`."""
+        if is_peft(self.model):
+            with folded(self.model):
+                load()
+            return
+        if isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            try:
+                load_weights(self.model, folder)
+                return
+            # A class that takes more than a config; a folder that was removed, which Trainer reports in its own way.
+            except (TypeError, OSError):
+                pass
+        load()
