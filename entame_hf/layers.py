@@ -74,7 +74,8 @@ class ZNorm(nn.Module):
                 torch.where(spread, batch.var, self.var),
                 torch.where(spread, batch.number, 0.0),
             )
-        self._store(batch)
+        if not _recomputing():
+            self._store(batch)
         return standardise(wide, batch, self.eps, self.dim).to(x.dtype)
 
     @torch.no_grad()
@@ -120,6 +121,11 @@ class ZNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, sync={self.sync}"
+
+
+def _recomputing() -> bool:
+    """Tell whether this forward repeats an earlier one within a backward, as activation checkpointing does."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class ZNormLeaf(nn.Module):

@@ -80,8 +80,10 @@ ODD = {
     "two-averaged-swiftformer": (timm_kind("swiftformer_xs", 64), 2),
     "two-averaged-efficientformer": (timm_kind("efficientformer_l1", 224), 2),
     "two-averaged-crossvit": (timm_kind("crossvit_9_240", 240), 2),
+    "class-and-token-volo": (timm_kind("volo_d1_224", 64, img_size=64), 2),
     "four-efficientvim": (timm_kind("efficientvim_m1", 224), 4),
     "convolution-dla": (timm_kind("dla46_c", 64), 1),
+    "convolution-dpn": (timm_kind("dpn48b", 64), 1),
     "convolution-resnetv2": (timm_kind("resnetv2_18", 64), 1),
     "mlp-convnext": (timm_kind("convnext_atto", 64, head_hidden_size=64), 1),
     "attention-pool": (timm_kind("test_vit3", 160), 1),
@@ -107,6 +109,17 @@ ODD = {
         ),
         1,
     ),
+    "decoy-textnet": (
+        transformers_kind(
+            "TextNetForImageClassification",
+            64,
+            stem_out_channels=8,
+            hidden_sizes=[8, 16, 16, 16, 32],
+            conv_layer_kernel_sizes=[[[3, 3]], [[3, 3]], [[3, 3]], [[3, 3]]],
+            conv_layer_strides=[[2], [2], [2], [2]],
+        ),
+        1,
+    ),
     "teacher-levit": (transformers_kind("LevitForImageClassificationWithTeacher", 224), 2),
     "teacher-deit": (transformers_kind("DeiTForImageClassificationWithTeacher", 32, **TINY), 2),
 }
@@ -118,15 +131,31 @@ def images_for(model, side, count=8):
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1))
 
 
+def assert_classes(model, leaves, classes):
+    """Everybody who counts a model's classes counts the same."""
+    assert {num_classes(leaf) for leaf in leaves} == {classes}
+    if isinstance(model, transformers.PreTrainedModel):
+        assert model.config.num_labels == classes
+        assert sorted(model.config.id2label) == sorted(model.config.label2id.values()) == list(range(classes))
+    else:
+        assert model.num_classes == classes
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("build", "heads"), ODD.values(), ids=ODD)
 def test_odd_kinds(build, heads):
     torch.manual_seed(0)
     model, side = build()
-    apply_entame(model, num_labels=7).train()
-    leaves = [head.module for head in find_heads(model)]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match="regression"):
+        apply_entame(model, num_labels=1)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    leaves = [head.module for head in find_heads(apply_entame(model, num_labels=1000))]
     assert len(leaves) == heads
-    assert {num_classes(leaf) for leaf in leaves} == {7}
+    assert_classes(model, leaves, 1000)
+    apply_entame(model, num_labels=7).train()
+    assert leaves == [head.module for head in find_heads(model)]
+    assert_classes(model, leaves, 7)
     assert not any(1000 in parameter.shape for leaf in leaves for parameter in leaf.parameters())
 
     images, labels = images_for(model, side), torch.arange(8) % 7
@@ -135,6 +164,8 @@ def test_odd_kinds(build, heads):
     outputs = logits if isinstance(logits, tuple) else (logits,)
     for output in outputs:
         assert cross_entropy(output, labels).item() == pytest.approx(math.log(7), abs=1e-3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert cross_entropy(logits_of(model.eval(), images), labels).item() == pytest.approx(math.log(7), abs=1e-2)
     before = [leaf.weight.detach().clone() for leaf in leaves]
     sum(cross_entropy(output, labels) for output in outputs).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()

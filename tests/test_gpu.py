@@ -94,3 +94,14 @@ def test_compiles_without_a_graph_break_or_a_recompile_for_the_last_batch():
         compiled(torch.randn(count, 3, 32, 32, device="cuda")).sum().backward()
     with torch._dynamo.config.patch(error_on_recompile=True):
         compiled(torch.randn(31, 3, 32, 32, device="cuda")).sum().backward()
+
+
+def test_synchronised_batch_normalisation_beside_it():
+    torch.manual_seed(0)
+    model = apply_entame(timm.create_model("test_resnet", num_classes=10).cuda(), EntameConfig()).train()
+    twin = copy.deepcopy(model)
+    images = torch.randn(32, 3, 32, 32, device="cuda")
+    for each in (torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), twin):
+        cross_entropy(each(images), torch.arange(32, device="cuda") % 10).backward()
+    torch.testing.assert_close(model.fc.znorm.mean, twin.fc.znorm.mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.fc.weight.grad, twin.fc.weight.grad, rtol=1e-3, atol=1e-5)
