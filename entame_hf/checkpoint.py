@@ -12,7 +12,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .config import EntameConfig
@@ -23,19 +23,20 @@ from .patch import mark_applied, mark_trained, set_feature_norm
 HEAD_STATE_NAME = "entame_head.safetensors"
 
 
-def save_head_state(model: nn.Module, config: EntameConfig, folder: str | Path) -> None:
+def save_head_state(
+    model: nn.Module, config: EntameConfig, folder: str | Path, state_dict: dict[str, Tensor] | None = None
+) -> None:
     """Write what folding loses: the heads as they train, and the statistics of their features.
 
     Args:
         model (`torch.nn.Module`): the model in training.
         config ([`EntameConfig`]): what it is trained with; kept in the file's metadata.
         folder (`str` or `Path`): the checkpoint's folder.
+        state_dict (`dict[str, torch.Tensor]`, *optional*): the model's, gathered from shards.
     """
-    tensors = {
-        f"{path}.{name}": tensor.detach().contiguous()
-        for path, leaf in normalised_heads(model)
-        for name, tensor in leaf.state_dict().items()
-    }
+    state = model.state_dict() if state_dict is None else state_dict
+    heads = tuple(f"{path}." for path, _ in normalised_heads(model))
+    tensors = {name: tensor.detach().contiguous() for name, tensor in state.items() if name.startswith(heads)}
     metadata = {"format": "pt", "entame": json.dumps(config.to_dict())}
     safetensors.torch.save_file(tensors, str(Path(folder, HEAD_STATE_NAME)), metadata=metadata)
 
@@ -55,23 +56,32 @@ def prepare_heads(model: nn.Module, config: EntameConfig) -> None:
     mark_applied(model, config)
 
 
-def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
-    """Load a checkpoint into a model in memory through `from_pretrained`.
+def load_weights(model: nn.Module, folder: str | Path) -> bool:
+    """Load a checkpoint into a model in memory through `from_pretrained`, where that can build the model.
 
     transformers saves some models under the names their checkpoints have on the Hub (ViT among them). Trainer's own
     loading does not translate them back: it leaves such a backbone as it was, with a warning.
 
     Args:
-        model (`PreTrainedModel`): of the class that was saved.
+        model (`torch.nn.Module`): of the class that was saved.
         folder (`str` or `Path`): the checkpoint's folder.
+
+    Returns:
+        `bool`: whether it was loaded. It is not where the model's class takes more than a config, or where the folder
+        was removed.
 
     Raises:
         RuntimeError: the checkpoint does not hold exactly the model's tensors.
-        TypeError: the model's class takes more than a config, so `from_pretrained` cannot build it.
     """
-    # Wide enough for every tensor of a model of mixed precision.
-    stock = type(model).from_pretrained(folder, dtype=torch.promote_types(model.dtype, torch.float32))
+    if not isinstance(model, PreTrainedModel):
+        return False
+    try:
+        # Wide enough for every tensor of a model of mixed precision.
+        stock = type(model).from_pretrained(folder, dtype=torch.promote_types(model.dtype, torch.float32))
+    except (TypeError, OSError):
+        return False
     model.load_state_dict(stock.state_dict())
+    return True
 
 
 def load_head_state(model: nn.Module, folder: str | Path) -> None:

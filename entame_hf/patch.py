@@ -7,9 +7,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .config import EntameConfig
+from .distributed import is_partitioned, whole
 from .errors import InputError
 from .fold import fold_leaf, normalise_leaf, save_stock, to_stock
 from .heads import Head, Leaf, base_model, find_heads, is_peft, num_classes, num_features, timm_model
@@ -157,6 +159,13 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
         )
     if leaf.weight.is_meta:
         raise InputError(f"{head.path} is on the meta device and has no values yet: load the weights, then apply.")
+    if isinstance(leaf.weight, DTensor):
+        raise InputError(f"{head.path} is sharded already: apply ENTAME first, then shard the model.")
+    if is_partitioned(leaf) and num_labels is not None:
+        raise InputError(
+            f"{head.path} is partitioned by DeepSpeed already. Rebuild it while it is loaded: "
+            "from_pretrained(..., num_labels=..., ignore_mismatched_sizes=True)."
+        )
     if config.feature_norm and not _is_plain(leaf):
         raise InputError(
             f"{head.path} is a {type(leaf).__name__}, which may compute more than a Linear or a Conv2d: its input "
@@ -194,10 +203,11 @@ def _std(leaf: Leaf, config: EntameConfig, learning_rate: float | None) -> float
 
 @torch.no_grad()
 def _draw(leaf: Leaf, std: float, generator: torch.Generator | None) -> None:
-    # transformers' own initialisers do nothing to loaded tensors; and drawing on the CPU makes devices agree.
-    leaf.weight.copy_(torch.empty(leaf.weight.shape).normal_(0, std, generator=generator))
-    if leaf.bias is not None:
-        leaf.bias.zero_()
+    with whole(leaf):
+        # transformers' own initialisers do nothing to loaded tensors; and drawing on the CPU makes devices agree.
+        leaf.weight.copy_(torch.empty(leaf.weight.shape).normal_(0, std, generator=generator))
+        if leaf.bias is not None:
+            leaf.bias.zero_()
 
 
 def _resize(model: nn.Module, heads: list[Head], num_labels: int, generator: torch.Generator | None) -> None:

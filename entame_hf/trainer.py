@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from .callbacks import EnergyRecorder, StepCallback
@@ -25,12 +25,13 @@ from .checkpoint import (
     shareable_config,
 )
 from .config import EntameConfig
+from .distributed import check_processes, check_sharding
 from .errors import InputError
 from .fold import folded, stock_state_dict
 from .freeze import frozen_backbone
 from .heads import TIMM_PREFIX, Head, find_heads, is_peft
 from .models import as_transformers
-from .patch import applied_config, forget_adaptation
+from .patch import applied_config, forget_adaptation, mark_trained
 from .start import start_heads
 from .training_args import HeadArguments
 
@@ -83,12 +84,7 @@ class EntameTrainer(Trainer):
     ) -> None:
         if args is None:
             args = TrainingArguments("tmp_trainer")
-        if args.n_gpu > 1:
-            logger.warning(
-                f"Using one of {args.n_gpu} GPUs: DataParallel keeps no feature statistics. "
-                "To use them all, start with: accelerate launch your_script.py"
-            )
-            args._n_gpu = 1
+        check_processes(args)
         wrapped = None if model is None else as_transformers(model)
         super().__init__(wrapped, args, *trainer_args, **trainer_kwargs)
         self.entame = entame.under(TIMM_PREFIX) if entame is not None and wrapped is not model else entame
@@ -125,7 +121,10 @@ class EntameTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        if resume_from_checkpoint is None:
+        check_sharding(self.accelerator, self.entame_config(), self.head_args.warmup_steps_of_head())
+        if resume_from_checkpoint is not None:
+            self._prepare_resuming(resume_from_checkpoint)
+        else:
             start_heads(
                 self.model,
                 self.entame_config(),
@@ -133,7 +132,8 @@ class EntameTrainer(Trainer):
                 seed=self.args.seed,
                 batch_size=self._train_batch_size * self.args.world_size,
             )
-        if self.args.device.type == "cpu":
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if self.args.device.type == "cpu" and not sharded:
             self.model.to(memory_format=torch.channels_last)
         still = frozen_backbone(self.model, self._heads()) if self.head_args.freeze_backbone else nullcontext()
         try:
@@ -236,39 +236,40 @@ class EntameTrainer(Trainer):
         with shareable_config(self.model, record):
             super()._save(output_dir, stock_state_dict(self.model, state_dict))
         if applied and self.args.should_save:
-            save_head_state(self.model, applied, output_dir or self.args.output_dir)
+            save_head_state(self.model, applied, output_dir or self.args.output_dir, state_dict)
 
     # The un-folded head and its statistics need a place in the model before they are loaded.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        config = saved_config(resume_from_checkpoint)
-        if config is not None:
-            if config != self.entame_config():
-                raise InputError(
-                    f"{resume_from_checkpoint} was trained with {config}, and this run asks for "
-                    f"{self.entame_config()}. Resume with the same configuration, or start a new run from it."
-                )
-            prepare_heads(self.model, config)
-        else:
-            logger.warning(f"{resume_from_checkpoint} was not trained with ENTAME: going on without it.")
+        self._prepare_resuming(resume_from_checkpoint)
         self._load_stock(resume_from_checkpoint, partial(super()._load_from_checkpoint, resume_from_checkpoint, model))
-        load_head_state(self.model, resume_from_checkpoint)
+
+    def _prepare_resuming(self, folder: str) -> None:
+        """Give the heads the structure of a checkpoint's; a model must have it before it is sharded."""
+        config = saved_config(folder)
+        if config is None:
+            logger.warning_once(f"{folder} was not trained with ENTAME: going on without it.")
+        elif config != self.entame_config():
+            raise InputError(
+                f"{folder} was trained with {config}, and this run asks for {self.entame_config()}. Resume with the "
+                "same configuration, or start a new run from it."
+            )
+        elif applied_config(self.model) != config:
+            prepare_heads(self.model, config)
 
     # The best model goes on being evaluated here, un-folded, with its own statistics.
     def _load_best_model(self) -> None:
         self._load_stock(self.state.best_model_checkpoint, super()._load_best_model)
-        load_head_state(self.model, self.state.best_model_checkpoint)
 
     def _load_stock(self, folder: str, load: Callable[[], None]) -> None:
-        """Load a checkpoint with `from_pretrained` where that builds the model, else with Trainer's `load`."""
+        """Load a checkpoint's model, by Trainer's `load` where there is no better way, and its heads as they train."""
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            # Shards are saved and loaded as they train.
+            load()
+            mark_trained(self.model)
+            return
         if is_peft(self.model):
             with folded(self.model):
                 load()
-            return
-        if isinstance(self.model, PreTrainedModel) and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            try:
-                load_weights(self.model, folder)
-                return
-            # A class that takes more than a config; a folder that was removed, which Trainer reports in its own way.
-            except (TypeError, OSError):
-                pass
-        load()
+        elif not load_weights(self.model, folder):
+            load()
+        load_head_state(self.model, folder)

@@ -14,16 +14,19 @@ from entame_hf import EntameTrainer, EntameTrainingArguments
 
 
 def main(folder: str, options: str) -> None:
-    torch.manual_seed(0)
-    model = ViTForImageClassification(
-        ViTConfig(num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **TINY_VIT)
-    )
     changes = json.loads(options)
-    count = changes.pop("count", 96)
+    count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
     defaults = {"max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no", "use_cpu": True}
+    # Before the model: transformers partitions what it loads where the arguments ask for ZeRO-3.
     args = EntameTrainingArguments(folder, disable_tqdm=True, **{**defaults, **changes})
+    torch.manual_seed(0)
+    if base is None:
+        config = ViTConfig(num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **TINY_VIT)
+        model = ViTForImageClassification(config)
+    else:
+        model = ViTForImageClassification.from_pretrained(base)
     trainer = EntameTrainer(model, args, train_dataset=RandomImages(count), eval_dataset=RandomImages(22, seed=1))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     state = {
         "model": model.state_dict(),
         "log": trainer.state.log_history,

@@ -1,0 +1,96 @@
+"""Runs and models that are spread over processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from accelerate import Accelerator
+from torch import nn
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from .config import EntameConfig
+from .errors import InputError
+
+logger = logging.get_logger(__name__)
+
+
+def check_processes(args: TrainingArguments) -> None:
+    """Make sure that processes which were started together train together, and that one process uses one GPU.
+
+    Args:
+        args (`TrainingArguments`): several GPUs in one process are reduced to one, with a warning.
+
+    Raises:
+        InputError: several processes were started that do not know of each other.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", 1))
+    if launched > 1 and args.world_size == 1:
+        raise InputError(
+            f"{launched} processes were started, and each would train alone and write to the same folder. Without a "
+            "GPU, pass use_cpu=True (--use_cpu True); otherwise check that every process sees its GPU."
+        )
+    if args.n_gpu > 1:
+        logger.warning(
+            f"Using one of {args.n_gpu} GPUs: DataParallel keeps no feature statistics. "
+            "To use them all, start with: accelerate launch your_script.py"
+        )
+        args._n_gpu = 1
+
+
+def is_partitioned(module: nn.Module) -> bool:
+    """Tell whether DeepSpeed's ZeRO-3 has taken a module's parameters apart: what is left of them is empty."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """Put a module's parameters together on every process while this context lasts; what is written stays.
+
+    Writing to what ZeRO-3 leaves of a parameter would silently write nothing.
+    """
+    if not is_partitioned(module):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        yield
+
+
+def check_sharding(accelerator: Accelerator, config: EntameConfig, warmup_steps: int) -> None:
+    """Refuse what cannot be done to a model that is sharded over processes.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): it knows how the model will be sharded.
+        config ([`EntameConfig`]): what is done to the heads.
+        warmup_steps (`int`): steps that update the heads alone.
+
+    Raises:
+        InputError: the setting would silently do nothing, or no checkpoint could be written.
+    """
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
+    if fsdp is None and deepspeed is None:
+        return
+    if fsdp is not None and fsdp.fsdp_version != 2:
+        raise InputError("FSDP's first version hides the heads. Use the second: accelerate launch --fsdp_version 2.")
+    if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
+        raise InputError(
+            "With sharded state dicts nobody writes a model that loads elsewhere: "
+            "accelerate launch --fsdp_state_dict_type FULL_STATE_DICT."
+        )
+    if fsdp is not None and fsdp.cpu_ram_efficient_loading and config.feature_norm:
+        raise InputError(
+            "accelerate's efficient loading fails on models with buffers, such as feature statistics: "
+            "accelerate launch --fsdp_cpu_ram_efficient_loading false."
+        )
+    if config.init == "keep" and config.feature_norm:
+        raise InputError('A sharded head cannot be carried over to normalised features. Use entame_method="keep".')
+    if deepspeed is not None and warmup_steps:
+        raise InputError(
+            "DeepSpeed keeps the gradients to itself, so the backbone cannot be left out of the first steps. Use "
+            "FSDP (accelerate launch --fsdp_version 2) or head_warmup_steps=0."
+        )
