@@ -15,15 +15,39 @@ WORKER = Path(__file__).parent / "train.py"
 GLOBAL_BATCH = 24
 
 
+def launch(processes: int, *arguments: str, timeout: int = 180) -> subprocess.CompletedProcess:
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *(several if processes > 1 else []), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment)
+
+
 def train(folder: Path, processes: int, batch: int | None = None, **options) -> list[dict]:
     folder.mkdir()
     options["per_device_train_batch_size"] = batch or GLOBAL_BATCH // processes
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launch if processes > 1 else []), str(WORKER), str(folder), json.dumps(options)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
+    result = launch(processes, str(WORKER), str(folder), json.dumps(options))
     assert result.returncode == 0, result.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
+
+
+@pytest.mark.parametrize("sizes", [[8, 7, 7], [5, 0, 1]], ids=["22-images", "none-for-one"])
+def test_uneven_batches_are_normalised_as_one(sizes):
+    result = launch(3, str(WORKER.with_name("normalise.py")), json.dumps(sizes))
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_a_process_that_fails_ends_the_job_with_its_message(tmp_path):
+    options = {"per_device_train_batch_size": 8, "fails_at": 2, "max_steps": 1000}
+    result = launch(2, str(WORKER), str(tmp_path), json.dumps(options), timeout=60)
+    assert result.returncode != 0
+    assert "this process has had enough" in result.stderr
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path):
+    result = launch(2, str(WORKER), str(tmp_path), json.dumps({"use_cpu": False, "max_steps": 1}))
+    assert result.returncode != 0
+    assert "2 processes were started" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("processes", [2, 3])

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import TINY_VIT, RandomImages
@@ -13,8 +13,20 @@ from conftest import TINY_VIT, RandomImages
 from entame_hf import EntameTrainer, EntameTrainingArguments
 
 
+class Failing(TrainerCallback):
+    """One process of several fails in the middle of a training."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and args.process_index == 1:
+            raise RuntimeError("this process has had enough")
+
+
 def main(folder: str, options: str) -> None:
     changes = json.loads(options)
+    fails_at = changes.pop("fails_at", None)
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
     defaults = {"max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no", "use_cpu": True}
     # Before the model: transformers partitions what it loads where the arguments ask for ZeRO-3.
@@ -26,6 +38,8 @@ def main(folder: str, options: str) -> None:
     else:
         model = ViTForImageClassification.from_pretrained(base)
     trainer = EntameTrainer(model, args, train_dataset=RandomImages(count), eval_dataset=RandomImages(22, seed=1))
+    if fails_at:
+        trainer.add_callback(Failing(fails_at))
     trainer.train(resume_from_checkpoint=resume)
     state = {
         "model": model.state_dict(),
