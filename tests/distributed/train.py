@@ -4,7 +4,9 @@ import json
 import sys
 from pathlib import Path
 
+import timm
 import torch
+from torch import nn
 from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -26,13 +28,16 @@ class Failing(TrainerCallback):
 
 def main(folder: str, options: str) -> None:
     changes = json.loads(options)
-    fails_at = changes.pop("fails_at", None)
+    fails_at, batch_norm = changes.pop("fails_at", None), changes.pop("batch_norm", False)
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
     defaults = {"max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no", "use_cpu": True}
     # Before the model: transformers partitions what it loads where the arguments ask for ZeRO-3.
     args = EntameTrainingArguments(folder, disable_tqdm=True, **{**defaults, **changes})
     torch.manual_seed(0)
-    if base is None:
+    if batch_norm:
+        # Each process normalises a part of the batch, unless it is told of the whole.
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(timm.create_model("test_resnet", num_classes=10))
+    elif base is None:
         config = ViTConfig(num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **TINY_VIT)
         model = ViTForImageClassification(config)
     else:

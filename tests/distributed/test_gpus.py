@@ -1,0 +1,72 @@
+"""Several GPUs give what one gives; run with `pytest -m gpu` where there are two or more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+WORKER = Path(__file__).parent / "train.py"
+CONFIGURATIONS = Path(__file__).parents[2] / "scripts" / "accelerate"
+GLOBAL_BATCH = 64
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def train(folder: Path, configuration: str, processes: int, **options) -> list[float]:
+    """Train for 50 steps and return the loss of each."""
+    folder.mkdir()
+    options = {
+        "per_device_train_batch_size": GLOBAL_BATCH // processes,
+        "max_steps": 50,
+        "count": 256,
+        "logging_steps": 1,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+        "save_strategy": "steps",
+        "save_steps": 50,
+        "use_cpu": False,
+        **options,
+    }
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(CONFIGURATIONS / f"{configuration}.yaml"), "--num_processes", str(processes)),
+        *("--mixed_precision", "no", str(WORKER), str(folder), json.dumps(options)),
+    ]
+    # Sums in another order are the only difference that is allowed.
+    environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "NCCL_NVLS_ENABLE": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    log = torch.load(folder / "rank0.pt", weights_only=False)["log"]
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
+@pytest.mark.parametrize("batch_norm", [False, True], ids=["vit", "resnet-with-syncbatchnorm"])
+@pytest.mark.parametrize("configuration", ["ddp", "fsdp2"])
+def test_losses_equal_those_of_one_gpu(tmp_path, configuration, batch_norm):
+    expected = train(tmp_path / "one", "single_gpu", 1, batch_norm=batch_norm)
+    assert len(expected) == 50
+    assert expected[-1] < 0.8 * expected[0]
+    for processes in (count for count in (2, 4) if count <= torch.cuda.device_count()):
+        losses = train(tmp_path / str(processes), configuration, processes, batch_norm=batch_norm)
+        assert losses == pytest.approx(expected, abs=1e-3)
+        one, several = (
+            load_file(tmp_path / name / "checkpoint-50" / "model.safetensors") for name in ("one", str(processes))
+        )
+        assert one.keys() == several.keys()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed(tmp_path, stage):
+    pytest.importorskip("deepspeed")
+    expected = train(tmp_path / "one", "single_gpu", 1)
+    losses = train(tmp_path / "zero", f"zero{stage}", 2)
+    assert losses == pytest.approx(expected, abs=1e-3)
