@@ -1,0 +1,108 @@
+"""Which classes a model confuses: the scores of each class, and the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from .fonts import writable
+
+# More classes have no room for a count in every cell, and still more none for their names.
+MOST_COUNTS, MOST_NAMES = 20, 50
+LONGEST_NAME = 24
+
+
+class ClassScores(NamedTuple):
+    """Scores of every class, by index.
+
+    Args:
+        precision (`numpy.ndarray` of shape `(C,)`): the share of right ones among what was called by its name.
+        recall (`numpy.ndarray` of shape `(C,)`): the share of its examples that were called by its name.
+        f1 (`numpy.ndarray` of shape `(C,)`): their harmonic mean.
+        support (`numpy.ndarray` of shape `(C,)`): how many examples it has.
+    """
+
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+    support: np.ndarray
+
+
+def class_scores(matrix: np.ndarray) -> ClassScores:
+    """Compute precision, recall and F1 of every class from a confusion matrix.
+
+    Args:
+        matrix (`numpy.ndarray` of shape `(C, C)`): counts of examples, true classes by predicted ones.
+
+    Returns:
+        [`ClassScores`]: a score that would be 0/0 is 0, as scikit-learn has it.
+
+    Example:
+
+    ```python
+    >>> import numpy as np
+    >>> from entame_hf.confusion import class_scores
+
+    >>> class_scores(np.array([[3, 1], [0, 4]])).precision
+    array([1. , 0.8])
+    ```
+    """
+    right, true, predicted = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
+    return ClassScores(
+        precision=right / np.maximum(predicted, 1),
+        recall=right / np.maximum(true, 1),
+        f1=2 * right / np.maximum(true + predicted, 1),
+        support=true,
+    )
+
+
+def confusion_matrix_figure(
+    matrix: np.ndarray, class_names: Sequence[str], *, title: str = "Confusion matrix"
+) -> Figure | None:
+    """Draw a confusion matrix, coloured by the share of each true class.
+
+    Args:
+        matrix (`numpy.ndarray` of shape `(C, C)`): counts of examples, true classes by predicted ones.
+        class_names (sequence of `str`): C names, in any script. They are written up to 50 classes, and counts up to
+            20; above, the axes count classes.
+        title (`str`, *optional*): stands over the picture.
+
+    Returns:
+        `matplotlib.figure.Figure` or `None`: no example was counted.
+    """
+    classes = len(matrix)
+    if not matrix.sum():
+        return None
+    shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    side = float(np.clip(2.5 + 0.42 * classes, 4.0, 9.0))
+    figure = Figure(figsize=(side + 1, side), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    # A confusion of a few percent must still show.
+    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=1))
+    axes.set(title=title, xlabel="predicted class", ylabel="true class")
+    if classes <= MOST_NAMES:
+        families, names = writable([_shorten(name) for name in class_names])
+        size = 9 if classes <= MOST_COUNTS else 7
+        axes.set_xticks(range(classes), names, rotation=45, ha="right", rotation_mode="anchor")
+        axes.set_yticks(range(classes), names)
+        for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+            label.set(family=families, fontsize=size, parse_math=False)
+    else:
+        axes.set(xlabel="index of the predicted class", ylabel="index of the true class")
+    if classes <= MOST_COUNTS:
+        for (row, column), count in np.ndenumerate(matrix):
+            dark = shares[row, column] > 0.3
+            axes.text(column, row, f"{count:,}", ha="center", va="center", fontsize=8, color="w" if dark else "0.2")
+    bar = figure.colorbar(image, ax=axes, shrink=0.8, label="share of the true class")
+    bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    return figure
+
+
+def _shorten(name: str) -> str:
+    name = " ".join(str(name).split())
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"

@@ -1,0 +1,111 @@
+"""What the pictures say: read from the figures, whose lines and texts are what a reader sees."""
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
+
+from entame_hf.confusion import class_scores, confusion_matrix_figure
+from entame_hf.plots import (
+    accuracy_curves,
+    feature_variance_curves,
+    learning_curves,
+    noise_share_curves,
+    save_figures,
+    series,
+)
+
+STEPS = [1, 2, 3, 10, 20, 30]
+
+
+def lines(axes):
+    return {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+
+
+def test_what_is_logged_again_at_a_step_is_left_out():
+    history = [{"eval_accuracy": 0.5, "step": 4}, {"train_loss": 1.0, "step": 4}, {"eval_accuracy": 0.9, "step": 4}]
+    assert series(history, "eval_accuracy") == ([4], [0.5])
+    assert series(history, "energy/noise_share") == ([], [])
+
+
+def test_accuracy_is_the_mean_of_the_seeds_with_their_spread():
+    runs = {"entame": [(STEPS, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]), (STEPS[1:], [0.4, 0.5, 0.6, 0.7, 0.8])]}
+    axes = accuracy_curves(runs).axes[0]
+    # At the steps that both have.
+    expected = [[2, 0.3], [3, 0.4], [10, 0.5], [20, 0.6], [30, 0.7]]
+    np.testing.assert_allclose(lines(axes)["entame"], expected)
+    band = axes.collections[0].get_paths()[0].vertices
+    assert band[:, 1].max() == pytest.approx(0.7 + np.std([0.6, 0.8], ddof=1))
+
+
+@pytest.mark.parametrize(
+    ("steps", "insets"), [(STEPS, 1), (STEPS[:3], 0), (STEPS[3:], 0)], ids=["both", "early", "late"]
+)
+def test_the_inset_shows_the_first_steps_where_there_are_others(steps, insets):
+    axes = accuracy_curves({"base": [(steps, np.linspace(0, 1, len(steps)))]}, zoom_steps=10).axes[0]
+    assert len(axes.child_axes) == insets
+    for inset in axes.child_axes:
+        assert [x for x, _ in lines(inset)["base"]] == [1, 2, 3, 10]
+
+
+def test_noise_share_is_compared_with_a_head_that_knows_nothing():
+    axes = noise_share_curves({"base": [([1, 2], [0.5, 0.4])]}, classes=11).axes[0]
+    assert {y for _, y in lines(axes)["1/(C − 1) = 10.0%"]} == {0.1}
+
+
+@pytest.mark.parametrize(("last", "scale"), [(2.0, "linear"), (30.0, "log")])
+def test_variance_is_on_a_logarithmic_scale_where_it_grows_tenfold(last, scale):
+    assert feature_variance_curves({"base": [([1, 2], [1.0, last])]}).axes[0].get_yscale() == scale
+
+
+def test_learning_curves_leave_out_what_is_no_share():
+    history = [
+        {"loss": 2.0, "step": 1},
+        {"eval_loss": 1.5, "eval_accuracy": 0.4, "eval_perplexity": 7.0, "eval_runtime": 0.1, "step": 2},
+    ]
+    loss, metrics = learning_curves(history).axes
+    assert lines(loss) == {"training": [[1, 2.0]], "evaluation": [[2, 1.5]]}
+    assert lines(metrics) == {"accuracy": [[2, 0.4]]}
+    assert len(learning_curves(history[:1]).axes) == 1
+
+
+def test_what_was_not_logged_has_no_picture(tmp_path):
+    nothing = {"base": [series([{"loss": 1.0, "step": 1}], "energy/noise_share")]}
+    figures = {
+        "accuracy": accuracy_curves(nothing),
+        "noise_share": noise_share_curves(nothing, classes=10),
+        "feature_variance": feature_variance_curves({}),
+        "learning_curves": learning_curves([]),
+        "confusion_matrix": confusion_matrix_figure(np.zeros((3, 3), dtype=int), ["a", "b", "c"]),
+    }
+    assert save_figures(figures, tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("classes", [2, 10, 60, 120])
+def test_confusion_matrices_of_every_size_are_written(tmp_path, classes, recwarn):
+    names = ["猫" * 40, "$x_{", "new\nline", "γάτα", "חתול"] + [f"<b>|{i}" for i in range(classes)]
+    figure = confusion_matrix_figure(np.eye(classes, dtype=int), names[:classes])
+    assert save_figures({"matrix": figure}, tmp_path) == ["matrix.png"]
+    with Image.open(tmp_path / "matrix.png") as image:
+        assert max(image.size) < 1600
+        # matplotlib's version would make a new file of the same run.
+        assert "Software" not in image.info
+    # A glyph that no font has would be warned about, and drawn as a box.
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_count_stands_in_the_row_of_the_true_class():
+    axes = confusion_matrix_figure(np.array([[5, 2], [0, 1234]]), ["cat", "dog"]).axes[0]
+    counts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert counts == {(0, 0): "5", (1, 0): "2", (0, 1): "0", (1, 1): "1,234"}
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["cat", "dog"]
+
+
+def test_scores_of_classes_are_scikit_learns():
+    generator = np.random.default_rng(0)
+    # Class 4 has no example and class 5 is never predicted.
+    true, predicted = generator.choice([0, 1, 2, 3, 5], 300), generator.integers(0, 5, 300)
+    expected = precision_recall_fscore_support(true, predicted, labels=range(6), zero_division=0)
+    scores = class_scores(confusion_matrix(true, predicted, labels=range(6)))
+    np.testing.assert_allclose(np.stack(scores), np.stack(expected))
