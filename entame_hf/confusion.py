@@ -85,9 +85,9 @@ def confusion_matrix_figure(
     # A confusion of a few percent must still show.
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=1))
     axes.set(title=title, xlabel="predicted class", ylabel="true class")
+    size = 9 if classes <= MOST_COUNTS else 7
     if classes <= MOST_NAMES:
         families, names = writable([_shorten(name) for name in class_names])
-        size = 9 if classes <= MOST_COUNTS else 7
         axes.set_xticks(range(classes), names, rotation=45, ha="right", rotation_mode="anchor")
         axes.set_yticks(range(classes), names)
         for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
@@ -95,9 +95,12 @@ def confusion_matrix_figure(
     else:
         axes.set(xlabel="index of the predicted class", ylabel="index of the true class")
     if classes <= MOST_COUNTS:
+        # In points: what a cell has for each character of the largest count, as wide as two thirds of its height.
+        room = 72 * 0.75 * side / classes / len(f"{matrix.max():,}") / 0.65
         for (row, column), count in np.ndenumerate(matrix):
             dark = shares[row, column] > 0.3
-            axes.text(column, row, f"{count:,}", ha="center", va="center", fontsize=8, color="w" if dark else "0.2")
+            text = axes.text(column, row, f"{count:,}", ha="center", va="center", color="w" if dark else "0.2")
+            text.set_fontsize(min(size, room))
     bar = figure.colorbar(image, ax=axes, shrink=0.8, label="share of the true class")
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return figure
@@ -105,4 +108,6 @@ def confusion_matrix_figure(
 
 def _shorten(name: str) -> str:
     name = " ".join(str(name).split())
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+    half = LONGEST_NAME // 2
+    # Names often differ at their ends.
+    return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half + 1 :]}"

@@ -11,6 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from .evaluations import evaluation_metrics
+
 # One line of `trainer.state.log_history` after the other.
 History = Sequence[Mapping[str, Any]]
 Series = tuple[Sequence[float], Sequence[float]]
@@ -100,13 +102,14 @@ def noise_share_curves(
         title (`str`, *optional*): stands over the picture.
 
     Returns:
-        `matplotlib.figure.Figure` or `None`: nothing was logged.
+        `matplotlib.figure.Figure` or `None`: nothing was logged. The axis ends at 1: later in a training, when the
+        error nearly vanishes, the estimates have more energy than the error.
     """
     figure, axes = _figure(title, "noise share of the error")
     if not len(_draw(axes, runs)):
         return None
     axes.axhline(1 / (classes - 1), color="0.4", linewidth=1, label=f"1/(C − 1) = {1 / (classes - 1):.1%}")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, min(axes.get_ylim()[1], 1))
     _shares(axes)
     return _with_legend(figure, axes)
 
@@ -124,7 +127,7 @@ def feature_variance_curves(
         `matplotlib.figure.Figure` or `None`: nothing was logged. The scale is logarithmic where the variance changes
         by a factor of ten or more.
 
-    Source: figure 3 of [ENTAME](https://arxiv.org/abs/1905.10698).
+    Source: figure 1 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
     figure, axes = _figure(title, "mean variance of a feature")
     if not len(_draw(axes, runs)):
@@ -146,13 +149,9 @@ def learning_curves(history: History) -> Figure | None:
         `matplotlib.figure.Figure` or `None`: nothing was logged. Metrics are what evaluations logged in [0, 1].
     """
     losses = {"training": [series(history, "loss")], "evaluation": [series(history, "eval_loss")]}
-    keys = dict.fromkeys(key for entry in history for key in entry if key.startswith("eval_") and key != "eval_loss")
-    logged = {key: series(history, key) for key in keys}
-    shares = {
-        key.removeprefix("eval_").replace("_", " "): [values]
-        for key, values in logged.items()
-        if all(0 <= value <= 1 for value in values[1]) and not key.endswith(("_runtime", "_per_second", "_time"))
-    }
+    names = dict.fromkeys(name for entry in history for name in evaluation_metrics(entry) if name != "loss")
+    logged = {name.replace("_", " "): series(history, f"eval_{name}") for name in names}
+    shares = {name: [run] for name, run in logged.items() if all(0 <= value <= 1 for value in run[1])}
     panels = [(name, runs) for name, runs in (("loss", losses), ("metrics in evaluation", shares)) if _any(runs)]
     if not panels:
         return None
