@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .config import EntameConfig
 from .fold import normalised_heads
 from .heads import find_heads, num_classes, timm_model
-from .patch import mark_applied, mark_trained, set_feature_norm
+from .patch import applied_config, mark_applied, mark_trained, set_feature_norm
 
 HEAD_STATE_NAME = "entame_head.safetensors"
 
@@ -101,12 +101,23 @@ def load_head_state(model: nn.Module, folder: str | Path) -> None:
     mark_trained(model)
 
 
-def adaptation_record(model: nn.Module, config: EntameConfig, method: str, learning_rate: float) -> dict[str, Any]:
-    """Describe, for the saved config, how a model was adapted; plain types that JSON can hold."""
-    heads = find_heads(model, config.head)
-    classes = num_classes(heads[0].module)
+def adaptation_record(model: nn.Module, method: str | None, learning_rate: float) -> dict[str, Any] | None:
+    """Describe, for the saved config and the model card, how a model was adapted; plain types that JSON can hold.
+
+    Args:
+        model (`torch.nn.Module`): the model in training.
+        method (`str`, *optional*): defaults to what the model's configuration amounts to.
+        learning_rate (`float`): γ, the peak learning rate.
+
+    Returns:
+        `dict` or `None`: nothing was applied to this model.
+    """
+    config = applied_config(model)
+    if config is None:
+        return None
+    classes = num_classes(find_heads(model, config.head)[0].module)
     return {
-        "method": method,
+        "method": method or config.method,
         **config.to_dict(),
         "phi_w": config.weight_variance(classes, learning_rate),
         "learning_rate": learning_rate,

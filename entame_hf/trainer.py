@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from .callbacks import EnergyRecorder, StepCallback
@@ -32,13 +32,14 @@ from .freeze import frozen_backbone
 from .heads import TIMM_PREFIX, Head, find_heads, is_peft
 from .models import as_transformers
 from .patch import applied_config, forget_adaptation, mark_trained
+from .reporting import ReportingTrainer
 from .start import start_heads
 from .training_args import HeadArguments
 
 logger = logging.get_logger(__name__)
 
 
-class EntameTrainer(Trainer):
+class EntameTrainer(ReportingTrainer):
     """Fine-tune an image classifier with ENTAME: a drop-in for [`Trainer`].
 
     When `train()` starts afresh, the heads are drawn (with `args.seed`) and their features normalised; when it
@@ -206,6 +207,7 @@ class EntameTrainer(Trainer):
         labels, examples = inputs.get("labels"), find_batch_size(inputs)
         loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
         if model.training and self._micro_batches:
+            self.base_noise.observe(labels)
             if self.compute_loss_func is None and len(set(self._micro_batches)) > 1:
                 loss = loss * (examples * len(self._micro_batches) / sum(self._micro_batches))
             if labels is not None and self.state.global_step < self.head_args.energy_logging_steps:
@@ -229,10 +231,7 @@ class EntameTrainer(Trainer):
     # The stock model is what is written, and it says what was done to it; going on needs what folding loses.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         applied = applied_config(self.model)
-        record = None
-        if applied:
-            method = self.head_args.entame_method or applied.method
-            record = adaptation_record(self.model, applied, method, self.args.learning_rate)
+        record = adaptation_record(self.model, self.head_args.entame_method, self.args.learning_rate)
         with shareable_config(self.model, record):
             super()._save(output_dir, stock_state_dict(self.model, state_dict))
         if applied and self.args.should_save:
