@@ -20,7 +20,8 @@ class BaseNoise(TrainerCallback):
 
     That head is drawn from the run's seed, as `base` would have drawn it, and reads what the run's own head reads in
     the first micro-batch: one matrix product, once. The number goes to the log history, which checkpoints keep.
-    Nothing is measured with `energy_logging_steps=0`, and for models of several heads or whose head reads positions.
+    Nothing is measured with `energy_logging_steps=0`, with smoothed labels, and for models that have several heads or
+    one that reads positions.
 
     Args:
         trainer ([`EntameTrainer`]): the trainer whose first step is measured; callbacks are not told.
@@ -35,7 +36,8 @@ class BaseNoise(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step == 0 and self.trainer.head_args.energy_logging_steps > 0:
+        wanted = self.trainer.head_args.energy_logging_steps > 0 and not args.label_smoothing_factor
+        if state.global_step == 0 and wanted:
             heads = find_heads(self.trainer.model, self.trainer.entame_config().head)
             if len(heads) == 1:
                 self._leaf = heads[0].module

@@ -160,8 +160,9 @@ def _about_training(trainer: Any) -> dict[str, Any]:
         return {"adaptation": getattr(getattr(trainer.model, "config", None), "entame", None)}
     noise = None
     if adaptation["init"] == "mei" and args.learning_rate > 0:
-        batch_size, classes = trainer._train_batch_size * args.world_size, adaptation["num_labels"]
-        noise = noise_after_first_step(trainer.entame_config(), classes, args.learning_rate, batch_size)
+        examples = trainer._train_batch_size * args.world_size * args.gradient_accumulation_steps
+        config, classes = trainer.entame_config(), adaptation["num_labels"]
+        noise = noise_after_first_step(config, classes, args.learning_rate, examples)
     more = {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name)}
     more["head_lr_multiplier"], more["head_warmup_steps"] = own.head_lr_multiplier, own.warmup_steps_of_head()
     first = {key: dict(zip(*series(history, key), strict=True)).get(1) for key in (NOISE_SHARE, BASE_NOISE_SHARE)}

@@ -45,10 +45,10 @@ class ReportingTrainer(Trainer):
         if is_peft(self.model):
             super().create_model_card(*args, **options)
         elif self.is_world_process_zero():
-            # Imported here: drawing takes long to import, and most processes never draw.
-            from .model_card import write_model_card
-
             try:
+                # Imported here: drawing takes long to import, and most processes never draw.
+                from .model_card import write_model_card
+
                 write_model_card(self, *args, **options)
             # The model is saved, and no card is worth a training.
             except Exception as error:
