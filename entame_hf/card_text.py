@@ -129,7 +129,8 @@ def _results(facts: CardFacts) -> str:
         return ""
     images = f" on {int(confusion.sum()):,} images" if confusion is not None else ""
     rows = [[escape(name.replace("_", " ")), number(value)] for name, value in metrics.items()]
-    text = f"## Results\n\nEvaluated{images}, after {step:,} optimizer steps of training:\n\n"
+    when = f", after optimizer step {step:,}" if step else ""
+    text = f"## Results\n\nEvaluated{images}{when}:\n\n"
     text += table(["metric", "value"], rows)
     if confusion is not None:
         text += f"\n\n{_classes(facts.class_names, confusion)}"
