@@ -221,7 +221,7 @@ def _adaptation(facts: CardFacts, adaptation: dict[str, Any]) -> list[list[str]]
         if rate > 0:
             rows.append(["λ = C·√φ_w/γ", number(adaptation["num_labels"] * variance**0.5 / rate)])
     if facts.noise is not None:
-        rows.append(["Nλ², the share of noise in the head after a first plain gradient step", number(facts.noise)])
+        rows.append(["Nλ², noise over signal in the head after a first plain gradient step", number(facts.noise)])
     if adaptation["feature_norm"]:
         rows.append(["features", f"z-normalised across the batch, momentum {number(adaptation['momentum'])}"])
     else:

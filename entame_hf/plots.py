@@ -102,11 +102,11 @@ def noise_share_curves(
         title (`str`, *optional*): stands over the picture.
 
     Returns:
-        `matplotlib.figure.Figure` or `None`: nothing was logged. The axis ends at 1: later in a training, when the
-        error nearly vanishes, the estimates have more energy than the error.
+        `matplotlib.figure.Figure` or `None`: fewer than two steps were logged. The axis ends at 1: later in a
+        training, when the error nearly vanishes, the estimates have more energy than the error.
     """
     figure, axes = _figure(title, "noise share of the error")
-    if not len(_draw(axes, runs)):
+    if len(_draw(axes, runs)) < 2:
         return None
     axes.axhline(1 / (classes - 1), color="0.4", linewidth=1, label=f"1/(C − 1) = {1 / (classes - 1):.1%}")
     axes.set_ylim(0, min(axes.get_ylim()[1], 1))
@@ -124,13 +124,13 @@ def feature_variance_curves(
         title (`str`, *optional*): stands over the picture.
 
     Returns:
-        `matplotlib.figure.Figure` or `None`: nothing was logged. The scale is logarithmic where the variance changes
-        by a factor of ten or more.
+        `matplotlib.figure.Figure` or `None`: fewer than two steps were logged. The scale is logarithmic where the
+        variance changes by a factor of ten or more.
 
     Source: figure 1 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
     figure, axes = _figure(title, "mean variance of a feature")
-    if not len(_draw(axes, runs)):
+    if len(_draw(axes, runs)) < 2:
         return None
     values = np.concatenate([np.asarray(run[1], dtype=float) for group in runs.values() for run in group])
     positive = values[np.isfinite(values) & (values > 0)]

@@ -70,6 +70,7 @@ def test_learning_curves_leave_out_what_is_no_share():
 
 
 def test_what_was_not_logged_has_no_picture(tmp_path):
+    assert noise_share_curves({"base": [([1], [0.5])]}, classes=10) is None
     nothing = {"base": [series([{"loss": 1.0, "step": 1}], "energy/noise_share")]}
     figures = {
         "accuracy": accuracy_curves(nothing),
