@@ -31,6 +31,9 @@ class EntameConfig:
             Lower it for small batches.
         eps (`float`, *optional*, defaults to 1e-5):
             Added to the variance under the root.
+        sync (`bool`, *optional*, defaults to `True`):
+            Whether features are normalised over the batch of all processes together. `False` leaves each process its
+            own statistics, and saves the main process's.
         head (`str` or sequence of `str`, *optional*):
             Dotted path, or paths, of the classifier leaves, for models where the search must not guess.
 
@@ -55,6 +58,7 @@ class EntameConfig:
     noise_lambda: float | None = None
     momentum: float = 1.0
     eps: float = 1e-5
+    sync: bool = True
     head: str | Sequence[str] | None = None
 
     def __post_init__(self) -> None:

@@ -244,7 +244,7 @@ def set_feature_norm(heads: list[Head], config: EntameConfig) -> None:
         if isinstance(leaf, ZNormLeaf) and config.init != "keep":
             to_stock(leaf)
         if isinstance(leaf, ZNormLeaf) and config.feature_norm:
-            leaf.znorm.eps, leaf.znorm.momentum = config.eps, config.momentum
+            leaf.znorm.eps, leaf.znorm.momentum, leaf.znorm.sync = config.eps, config.momentum, config.sync
         elif isinstance(leaf, ZNormLeaf):
             fold_leaf(leaf)
         elif config.feature_norm:
@@ -256,6 +256,7 @@ def _normalise_input(leaf: Leaf, config: EntameConfig) -> None:
         num_features(leaf),
         eps=config.eps,
         momentum=config.momentum,
+        sync=config.sync,
         dim=-1 if isinstance(leaf, nn.Linear) else -3,
         device=leaf.weight.device,
     )

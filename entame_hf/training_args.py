@@ -29,6 +29,9 @@ class HeadArguments:
         default=1.0,
         metadata={"help": "How far a full batch moves the feature statistics used in evaluation; in (0, 1]."},
     )
+    znorm_sync: bool = field(
+        default=True, metadata={"help": "Normalise features over the batch of all processes together."}
+    )
     head_lr_multiplier: float = field(
         default=1.0, metadata={"help": "The heads' learning rate over the backbone's; 1 is the paper."}
     )
@@ -57,6 +60,7 @@ class HeadArguments:
             phi_w=self.phi_w,
             noise_lambda=self.noise_lambda,
             momentum=self.znorm_momentum,
+            sync=self.znorm_sync,
         )
 
 
@@ -75,6 +79,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         noise_lambda (`float`, *optional*): λ, which replaces `phi_w` by (γλ/C)² with γ = `learning_rate`.
         znorm_momentum (`float`, *optional*, defaults to 1.0):
             How far a full batch moves the feature statistics that evaluation uses; in (0, 1].
+        znorm_sync (`bool`, *optional*, defaults to `True`):
+            Whether features are normalised over the batch of all processes together.
         head_lr_multiplier (`float`, *optional*, defaults to 1.0):
             The heads' learning rate over the backbone's, in a parameter group of their own.
         head_warmup_steps (`int`, *optional*):

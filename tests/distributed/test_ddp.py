@@ -77,6 +77,13 @@ def test_head_warmup(tmp_path):
     torch.testing.assert_close(later[0]["model"], whole["model"], rtol=0, atol=1e-5)
 
 
+def test_statistics_of_each_process_alone_where_asked_for(tmp_path):
+    ranks = train(tmp_path / "local", 2, max_steps=2, znorm_sync=False)
+    means = [rank["model"]["classifier.znorm.mean"] for rank in ranks]
+    assert (means[0] - means[1]).abs().max() > 1e-3
+    torch.testing.assert_close(ranks[0]["model"]["classifier.weight"], ranks[1]["model"]["classifier.weight"])
+
+
 def test_a_gradient_flows_through_the_other_ranks_statistics(tmp_path):
     """Without it the backbones would drift apart from the single process's within these steps."""
     (whole,) = train(tmp_path / "one", 1, entame_method="fn", max_steps=3)
