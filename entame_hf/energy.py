@@ -29,9 +29,9 @@ class ErrorEnergy(NamedTuple):
     entropy: Tensor
 
 
-def noise_share(estimates: Tensor, total: Tensor) -> Tensor:
-    """Divide the energy of the estimates by that of the error; an error of zero has no share of anything."""
-    return torch.where(total > 0, estimates / total, torch.zeros_like(total))
+def share_of_error(part: Tensor, total: Tensor) -> Tensor:
+    """Divide a part's energy by that of the error; an error of zero has no share of anything."""
+    return torch.where(total == 0, torch.zeros_like(total), part / total)
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def error_energy(logits: Tensor, labels: Tensor) -> ErrorEnergy:
         labels=mean_energy(targets, targets),
         alignment=mean_energy(estimates, targets),
         total=total,
-        noise_share=noise_share(of_estimates, total),
+        noise_share=share_of_error(of_estimates, total),
         # softmax underflows to 0 where its logarithm is still finite, and 0 · ln 0 = 0.
         entropy=-mean_energy(estimates, log_estimates.clamp(min=torch.finfo(torch.float32).min)),
     )

@@ -67,3 +67,15 @@ def noise_after_first_step(config: EntameConfig, classes: int, learning_rate: fl
     Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
     return batch_size * config.weight_variance(classes, learning_rate) * (classes / learning_rate) ** 2
+
+
+def first_step_bound(config: EntameConfig, classes: int, learning_rate: float, batch_size: int) -> float:
+    """Compute φ_w + γ²(C − 1)²/(NC²): up to where one step of plain gradient descent takes the mean square of a
+    maximum-entropy head's weights, over normalised features of examples that are not correlated.
+
+    Adam's first step moves each weight by about γ instead, and the mean square by about γ².
+
+    Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698), its bound of a row's energy divided by K.
+    """
+    update = (learning_rate * (classes - 1) / classes) ** 2 / batch_size
+    return config.weight_variance(classes, learning_rate) + update

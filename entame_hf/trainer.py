@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.utils import logging
 
-from .callbacks import EnergyRecorder, StepCallback
+from .callbacks import TrainedMark
 from .checkpoint import (
     adaptation_record,
     load_head_state,
@@ -32,6 +32,7 @@ from .freeze import frozen_backbone
 from .heads import TIMM_PREFIX, Head, find_heads, is_peft
 from .models import as_transformers
 from .patch import applied_config, forget_adaptation, mark_trained
+from .recorder import EnergyRecorder
 from .reporting import ReportingTrainer
 from .start import start_heads
 from .training_args import HeadArguments
@@ -92,8 +93,9 @@ class EntameTrainer(ReportingTrainer):
         # Most vision models take **kwargs and scale nothing, which Trainer mistakes for a loss that is already
         # divided: gradients would grow with gradient accumulation (transformers#47688).
         self.model_accepts_loss_kwargs = False
-        self.energies = EnergyRecorder()
-        self.add_callback(StepCallback(self.energies, self.log))
+        self.energies = EnergyRecorder(self)
+        self.add_callback(TrainedMark())
+        self.add_callback(self.energies)
         self._micro_batches: list[int] = []
 
     @property
@@ -205,23 +207,23 @@ class EntameTrainer(ReportingTrainer):
         **kwargs: Any,
     ) -> Any:
         labels, examples = inputs.get("labels"), find_batch_size(inputs)
-        loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
+        with self.energies.watching():
+            loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
         if model.training and self._micro_batches:
             self.base_noise.observe(labels)
             if self.compute_loss_func is None and len(set(self._micro_batches)) > 1:
                 loss = loss * (examples * len(self._micro_batches) / sum(self._micro_batches))
-            if labels is not None and self.state.global_step < self.head_args.energy_logging_steps:
-                # A tuple holds the loss first, as Trainer has it, and the logits next.
-                logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[1:2]
-                self.energies.observe(logits[0] if isinstance(logits, tuple) and logits else logits, labels)
+            self.energies.observe(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
     # Head warm-up: after the backward, before clipping. Without gradients the optimizer skips the backbone and its
     # state, and DDP's reducer has done its work, so that nothing is frozen or unfrozen under it.
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().training_step(*args, **kwargs)
-        warming_up = self.state.global_step < self.head_args.warmup_steps_of_head()
-        if warming_up and self.accelerator.sync_gradients:
+        if not self.accelerator.sync_gradients:
+            return loss
+        self.energies.observe_gradients()
+        if self.state.global_step < self.head_args.warmup_steps_of_head():
             heads = {id(parameter) for parameter in self._head_parameters()}
             for parameter in self.model.parameters():
                 if id(parameter) not in heads:
