@@ -1,7 +1,6 @@
 import copy
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +46,32 @@ def energies(trainer, step=1):
 
 def measured_steps(trainer):
     return [entry["step"] for entry in trainer.state.log_history if "energy/total" in entry]
+
+
+def assert_agree(actual, expected, rel=1e-3):
+    """Relatively, for some are of the order of 1e-12; but the mean of layer-normalised features is zero."""
+    assert expected.keys() <= actual.keys()
+    for name, value in expected.items():
+        assert actual[name] == pytest.approx(value, rel=rel, abs=1e-6 if name == "feature_mean" else 0), name
+
+
+class Scaler:
+    """A `GradScaler` for a CPU."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def scale(self, loss):
+        return loss * self.factor
+
+    def get_scale(self):
+        return self.factor
+
+    def step(self, optimizer, closure=None):
+        optimizer.step(closure)
+
+    def update(self):
+        pass
 
 
 class Patches(nn.Module):
@@ -122,7 +147,7 @@ class TestAgainstAutograd:
         assert isinstance(started.classifier, ZNormLinear) == config.feature_norm
         expected = reference(started, config, whole(RandomImages(16)))
         logged = energies(train(tiny_vit, arguments(tmp_path, entame_method=method)))
-        assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-12)
+        assert_agree(logged, expected)
 
     @pytest.mark.parametrize("method", ["base", "fn"])
     @pytest.mark.parametrize("form", ["conv", "tokens", "shared", "apart"])
@@ -137,7 +162,7 @@ class TestAgainstAutograd:
         start_heads(started, config, learning_rate=1e-4, seed=42, batch_size=16)
         expected = reference(started, config, whole(RandomImages(16)))
         logged = energies(train(model, arguments(tmp_path), entame=config))
-        assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+        assert_agree(logged, expected)
 
     def test_soft_labels_and_a_loss_of_the_users_own(self, tmp_path, tiny_vit):
         torch.manual_seed(0)
@@ -186,20 +211,21 @@ class TestWholeSteps:
             trainer = train(copy.deepcopy(tiny_vit), args, train_dataset=RandomImages(count))
             logs.append([energies(trainer, step) for step in (1, 2)])
         for one, several in zip(*logs, strict=True):
-            assert several == pytest.approx(one, rel=1e-3)
+            assert_agree(several, one)
 
     def test_loss_scaling_is_taken_out(self, tmp_path, tiny_vit):
         def log(scale):
             args = arguments(tmp_path, entame_method="base")
             trainer = EntameTrainer(copy.deepcopy(tiny_vit), args, train_dataset=RandomImages(16))
             if scale is not None:
-                trainer.accelerator.scaler = SimpleNamespace(
-                    scale=lambda loss: loss * scale, get_scale=lambda: scale, is_enabled=lambda: False
-                )
+                trainer.accelerator.scaler = Scaler(scale)
             trainer.train()
-            return {name: value for name, value in energies(trainer).items() if name != "head_weights"}
+            return energies(trainer)
 
-        assert log(1024.0) == pytest.approx(log(None), rel=1e-4)
+        plain = log(None)
+        # Nothing here unscales the gradients of the optimizer.
+        del plain["head_weights"]
+        assert_agree(log(1024.0), plain)
 
     def test_gradients_are_those_before_clipping(self, tmp_path, tiny_vit):
         logs = [
@@ -219,8 +245,8 @@ class TestWholeSteps:
             )
             for on in (False, True)
         ]
-        assert logs[0] == pytest.approx(logs[1], rel=1e-4)
-        assert "features" in logs[1]
+        assert "features" in logs[0]
+        assert_agree(logs[1], logs[0])
 
     def test_plain_training_arguments(self, tmp_path, tiny_vit):
         logged = energies(train(tiny_vit, arguments(tmp_path, TrainingArguments)))
@@ -334,33 +360,27 @@ class TestCost:
         assert off, "Trainer reads its loss: the counters count nothing"
         assert transfers(2) - off == Counter(tolist=2)
 
-    def test_a_compiled_graph_is_left_alone(self, tmp_path, tiny_vit):
-        def compiled(steps):
+    def test_a_compiled_graph_is_left_alone(self, tmp_path):
+        config = EntameConfig.for_method("base", head="head")
+
+        def run(steps, **changes):
+            torch.manual_seed(0)
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            args = arguments(
-                tmp_path,
-                entame_method="base",
-                energy_logging_steps=steps,
-                max_steps=4,
-                logging_steps=3,
-                torch_compile=True,
-                torch_compile_backend="aot_eager",
-            )
-            trainer = train(copy.deepcopy(tiny_vit), args, train_dataset=RandomImages(64))
+            args = arguments(tmp_path, energy_logging_steps=steps, max_steps=6, logging_steps=3, **changes)
+            trainer = train(Patches(), args, train_dataset=RandomImages(96), entame=config)
             counters = torch._dynamo.utils.counters
-            return trainer, dict(counters["stats"]), dict(counters["graph_break"])
+            return trainer, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
-        (_, graphs, breaks), (trainer, *measured) = compiled(0), compiled(1)
-        assert graphs["unique_graphs"] >= 1
-        assert measured == [graphs, breaks]
-        assert measured_steps(trainer) == [1, 3]
-        plain = train(
-            tiny_vit,
-            arguments(tmp_path, entame_method="base", max_steps=4, logging_steps=3, energy_logging_steps=1),
-            train_dataset=RandomImages(64),
-        )
-        assert energies(trainer, 3) == pytest.approx(energies(plain, 3), rel=1e-3)
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        (_, graphs, breaks), (on, graphs_on, breaks_on) = run(0, **compiled), run(1, **compiled)
+        assert graphs >= 1
+        assert graphs_on <= graphs
+        assert breaks_on == breaks
+        assert measured_steps(on) == [1, 3, 6]
+        plain, *_ = run(1)
+        for step in (1, 3, 6):
+            assert_agree(energies(on, step), energies(plain, step))
 
 
 class TestNeverStopsATraining:
@@ -397,7 +417,7 @@ class TestNeverStopsATraining:
         assert not trainer.model.classifier._forward_pre_hooks
         trainer.fails = False
         trainer.train()
-        assert energies(trainer) == pytest.approx(energies(train(tiny_vit, args)), rel=1e-5)
+        assert_agree(energies(trainer), energies(train(tiny_vit, args)))
 
     def test_labels_that_are_no_classes(self, tmp_path, tiny_vit):
         data = [{"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(-100)} for _ in range(16)]

@@ -426,28 +426,6 @@ class TestHeadLearningRate:
         assert first_step(10.0) == pytest.approx(10 * first_step(1.0), rel=1e-3)
 
 
-class TestEnergyLog:
-    def test_is_the_energy_of_the_whole_step(self, tmp_path, tiny_vit):
-        args = arguments(
-            tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4, entame_method="base", max_steps=2
-        )
-        whole = arguments(tmp_path, entame_method="base", max_steps=2)
-        logs = []
-        for each in (args, whole):
-            trainer = EntameTrainer(copy.deepcopy(tiny_vit), each, train_dataset=RandomImages(32))
-            trainer.train()
-            logs.append({key: history(trainer, f"energy/{key}") for key in ("total", "noise_share", "entropy")})
-        for key, values in logs[0].items():
-            assert values == pytest.approx(logs[1][key], rel=1e-3), key
-
-    def test_stops_after_its_steps_and_can_be_off(self, tmp_path, tiny_vit):
-        for steps in (0, 2):
-            args = arguments(tmp_path, energy_logging_steps=steps)
-            trainer = EntameTrainer(copy.deepcopy(tiny_vit), args, train_dataset=RandomImages(64))
-            trainer.train()
-            assert len(history(trainer, "energy/total")) == steps
-
-
 def test_small_batches_are_warned_about(tmp_path, tiny_vit, monkeypatch):
     messages = []
     monkeypatch.setattr("entame_hf.start.logger.warning", messages.append)

@@ -89,3 +89,29 @@ def test_a_gradient_flows_through_the_other_ranks_statistics(tmp_path):
     (whole,) = train(tmp_path / "one", 1, entame_method="fn", max_steps=3)
     several = train(tmp_path / "several", 2, entame_method="fn", max_steps=3)
     torch.testing.assert_close(several[0]["model"], whole["model"], rtol=1e-4, atol=1e-5)
+
+
+def energies(log):
+    return [{k: v for k, v in entry.items() if k.startswith("energy/")} for entry in log if "energy/total" in entry]
+
+
+def test_the_energies_are_those_of_all_processes(tmp_path):
+    """Of features that are normalised together, and of gradients that are averaged."""
+    (whole,) = train(tmp_path / "one", 1, max_steps=2)
+    ranks = train(tmp_path / "several", 2, max_steps=2)
+    expected = energies(whole["log"])
+    assert len(expected) == 2
+    for rank in ranks:
+        for one, several in zip(expected, energies(rank["log"]), strict=True):
+            assert "energy/features" in one
+            for name, value in one.items():
+                # The mean of layer-normalised features is zero.
+                tolerance = 1e-6 if name == "energy/feature_mean" else 0
+                assert several[name] == pytest.approx(value, rel=1e-3, abs=tolerance), name
+
+
+def test_a_process_that_has_seen_nothing_stops_no_other(tmp_path):
+    ranks = train(tmp_path / "blind", 2, max_steps=2, blind_rank=1, entame_method="base")
+    first, second = (energies(rank["log"]) for rank in ranks)
+    assert len(first) == 2
+    assert first == second
