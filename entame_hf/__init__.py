@@ -5,6 +5,7 @@ from .energy import ErrorEnergy, error_energy
 from .errors import InputError
 from .fold import fold_entame
 from .heads import Head, find_heads
+from .inspection import HeadReport, inspect_head
 from .layers import ZNormConv2d, ZNormLinear
 from .patch import apply_entame
 from .trainer import EntameTrainer
@@ -19,6 +20,7 @@ __all__ = [
     "EntameTrainingArguments",
     "ErrorEnergy",
     "Head",
+    "HeadReport",
     "InputError",
     "ZNormConv2d",
     "ZNormLinear",
@@ -26,5 +28,6 @@ __all__ = [
     "error_energy",
     "find_heads",
     "fold_entame",
+    "inspect_head",
     "z_norm",
 ]

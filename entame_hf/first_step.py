@@ -1,0 +1,117 @@
+"""The first step of a head, on features that are computed once for all heads that are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
+from transformers import PreTrainedModel
+
+from .energy import error_energy
+from .errors import InputError
+from .heads import Head
+
+
+@contextmanager
+def unchanged(model: nn.Module, heads: list[Head]) -> Iterator[None]:
+    """Put the model into training mode, but its heads, and give it back as it was."""
+    modes = {module: module.training for module in model.modules()}
+    buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
+    model.train()
+    for head in heads:
+        head.module.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers.items():
+                buffer.copy_(before)
+
+
+def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
+    """Take a batch apart: a mapping with `labels`, or a pair."""
+    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor) and len(batch) > 1:
+        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+    if isinstance(batch, (list, tuple)) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        return batch[0], batch[1]
+    what = f"a mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    raise InputError(
+        f"A batch is {what}. inspect_head takes mappings of a model's inputs and labels, as Trainer's data loaders "
+        "give them, or pairs of images and labels."
+    )
+
+
+def label_rows(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """Build a row of probabilities for each example, and tell which examples count."""
+    if labels.is_floating_point():
+        if labels.ndim != 2 or labels.shape[1] != classes:
+            raise InputError(f"Labels have the shape {tuple(labels.shape)}, and the head has {classes} classes.")
+        return labels.float(), torch.ones(len(labels), dtype=torch.bool, device=labels.device)
+    labels = labels.flatten()
+    if len(labels) and int(labels.max()) >= classes:
+        raise InputError(
+            f"Label {int(labels.max())} is none of the head's {classes} classes, which are counted from 0. Give the "
+            f'head as many as the data has: apply_entame(model, EntameConfig.for_method("keep"), num_labels=...).'
+        )
+    return one_hot(labels.clamp(min=0), classes).float(), labels >= 0
+
+
+@torch.no_grad()
+def backbone_features(model: nn.Module, heads: list[Head], images: Any) -> tuple[list[Tensor], bool]:
+    """Run the backbone once, and tell whether the model's logits are the mean of what its heads give."""
+    inputs: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+    weight = next(model.parameters())
+
+    def ready(value: Any) -> Any:
+        return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+
+    def note(path: str, leaf: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        inputs[path], outputs[path] = args[0], output.float()
+
+    with ExitStack() as stack:
+        for head in heads:
+            handle = head.module.register_forward_hook(lambda *call, path=head.path: note(path, *call))
+            stack.callback(handle.remove)
+        if isinstance(images, Mapping) and isinstance(model, PreTrainedModel):
+            given: Any = model(**{name: ready(value) for name, value in images.items()})
+        else:
+            given = model(*map(ready, images.values() if isinstance(images, Mapping) else [images]))
+    missed = [head.path for head in heads if head.path not in inputs]
+    if missed:
+        raise InputError(f"The model did not use {', '.join(missed)} in training mode: name its heads with head=...")
+    logits = given.get("logits") if isinstance(given, dict) else given
+    mean = _mean([(head.module, outputs[head.path]) for head in heads])
+    alone = isinstance(logits, Tensor) and logits.shape == mean.shape
+    alone = alone and torch.allclose(logits.float(), mean, rtol=1e-2, atol=1e-3)
+    return [inputs[head.path] for head in heads], alone
+
+
+def _mean(outputs: Iterable[tuple[nn.Module, Tensor]]) -> Tensor:
+    """Average what heads give over heads and positions."""
+    rows = [out.movedim(-1 if isinstance(leaf, nn.Linear) else -3, -1) for leaf, out in outputs]
+    return torch.stack([row.flatten(1, -2).mean(1) if row.ndim > 2 else row for row in rows]).mean(0)
+
+
+def first_step(leaves: nn.ModuleList, features: list[Tensor], targets: Tensor, counted: Tensor) -> Tensor:
+    """Sum, over a batch, the loss, the energies at the logits, and those of error and noise at the features."""
+    # Heads may share their features.
+    inputs = {id(x): x.detach().float().requires_grad_() for x in features}
+    with torch.enable_grad(), torch.autocast(features[0].device.type, enabled=False):
+        logits = _mean((leaf, leaf(inputs[id(x)])) for leaf, x in zip(leaves, features, strict=True))
+    estimates = logits.detach().softmax(-1)
+
+    def sent_back(error: Tensor) -> Tensor:
+        gradients = torch.autograd.grad(logits, list(inputs.values()), error * counted[:, None], retain_graph=True)
+        return torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+
+    logits_, targets_ = logits.detach()[counted], targets[counted]
+    loss = cross_entropy(logits_, targets_, reduction="sum")
+    energies = torch.stack(error_energy(logits_, targets_)) * len(logits_)
+    return torch.stack([loss, *energies, sent_back(estimates - targets), sent_back(estimates)])

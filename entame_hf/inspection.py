@@ -1,0 +1,216 @@
+"""What each method would do to a model at its first step, before anything is trained."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import EntameConfig
+from .energy import ErrorEnergy, share_of_error
+from .errors import InputError
+from .first_step import backbone_features, first_step, inputs_and_labels, label_rows, unchanged
+from .heads import Head, find_heads, num_classes
+from .layers import ZNorm
+from .patch import apply_entame, was_adapted
+
+METHODS = ("base", "keep", "mei", "fn", "entame")
+COLUMNS = ("loss", "entropy", "noise share", "error at features", "of the error", "noise in first update")
+# Up to this share of ln C, the loss is one of a head that was trained on these classes, and not one of luck.
+KNOWS = 0.5
+# Up to so many times the error of a maximum-entropy head, a head is one.
+ALREADY = 10
+
+
+@dataclass(frozen=True)
+class HeadStart:
+    """The error of a head's first training step, per example and averaged.
+
+    Args:
+        loss (`float`): cross-entropy, in nats.
+        entropy (`float`): entropy of the estimates, in nats; at most ln C.
+        noise_share (`float`): E‖ŷ‖² / E‖ŷ − y‖², see [`ErrorEnergy`].
+        features (`float`): E‖δ^{L−1}‖², the error's energy at the features, as the trainer logs it.
+        features_share (`float`): E‖δ^{L−1}‖² / E‖ŷ − y‖²; above 1 where the head amplifies the error.
+        first_update_noise (`float`):
+            The share of noise in what a first update teaches the backbone. The error ŷ − y comes back to the features
+            as B(ŷ − y) = B(ŷ) − B(y), estimates (noise) less labels (signal), and this is E‖B(ŷ)‖² / E‖B(ŷ − y)‖²:
+            the noise share behind the head. Feature normalisation takes out what all examples have in common.
+    """
+
+    loss: float
+    entropy: float
+    noise_share: float
+    features: float
+    features_share: float
+    first_update_noise: float
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What [`inspect_head`] has found; `str(report)` is a table and the advice.
+
+    Args:
+        methods (`dict[str, HeadStart]`): the first step of `"base"`, `"keep"`, `"mei"`, `"fn"` and `"entame"`.
+        advice (`str`): one sentence.
+        classes (`int`): C.
+        examples (`int`): how many images were looked at.
+        heads (`list[str]`): paths of the heads.
+        whole (`bool`):
+            Whether the logits are the mean of what the heads give, over heads and positions. Where a model does more
+            with them, the values are those of that mean.
+    """
+
+    methods: dict[str, HeadStart]
+    advice: str
+    classes: int
+    examples: int
+    heads: list[str]
+    whole: bool
+
+    def __str__(self) -> str:
+        title = f"{', '.join(self.heads)}: {self.classes:,} classes, ln C = {math.log(self.classes):.3f}"
+        lines = [f"{title}; first step on {self.examples:,} images", "  ".join(("method", *COLUMNS))]
+        for method, start in self.methods.items():
+            cells = (
+                f"{start.loss:.3f}",
+                f"{start.entropy:.3f}",
+                f"{start.noise_share:.1%}",
+                f"{start.features:.2e}",
+                f"{start.features_share:.2e}",
+                f"{start.first_update_noise:.1%}",
+            )
+            row = (f"{cell:>{len(name)}}" for cell, name in zip(cells, COLUMNS, strict=True))
+            lines.append("  ".join((f"{method:6}", *row)))
+        if not self.whole:
+            lines.append("(Of the heads' mean output: this model does more with it before its loss.)")
+        return "\n".join([*lines, self.advice])
+
+
+def inspect_head(
+    model: nn.Module,
+    batches: Iterable[Any],
+    config: EntameConfig | None = None,
+    *,
+    learning_rate: float = 1e-4,
+    seed: int = 42,
+    num_batches: int = 4,
+) -> HeadReport:
+    """Measure what the error of the first training step would be like under each method, without training.
+
+    The backbone sees each batch once, in training mode; heads are then tried on its features. Afterwards the model is
+    bit for bit what it was, running statistics, modes and random generators included.
+
+    The advice keeps the head where its loss is at most half of ln C, or below ln C for a model that was adapted with
+    ENTAME; it leaves the head alone where the energy that it sends into the features is at most ten times that of a
+    maximum-entropy head; and else it is to start the head at maximum entropy.
+
+    Args:
+        model (`torch.nn.Module`): see [`find_heads`]; on any device, in any floating-point type.
+        batches (iterable):
+            Training batches, such as a `DataLoader`: mappings of the model's inputs and `labels`, or pairs of images
+            and labels. Labels are of shape `(N,)`, or `(N, C)` with a row of probabilities each.
+        config ([`EntameConfig`], *optional*): φ_w or λ, ε and the heads' paths are read.
+        learning_rate (`float`, *optional*, defaults to 1e-4): γ; needed with `noise_lambda` only.
+        seed (`int`, *optional*, defaults to 42): new heads are drawn as `EntameTrainer` draws them with this seed.
+        num_batches (`int`, *optional*, defaults to 4): how many of `batches` are looked at.
+
+    Returns:
+        [`HeadReport`]
+
+    Raises:
+        InputError: there is no head or no batch, a batch has another form, or a label is none of the head's classes.
+
+    Example:
+
+    ```python
+    >>> import timm, torch
+    >>> from entame_hf import inspect_head
+
+    >>> model = timm.create_model("resnet18", num_classes=10)
+    >>> batch = torch.randn(8, 3, 64, 64), torch.arange(8)
+    >>> round(inspect_head(model, [batch]).methods["mei"].noise_share, 3)  # 1 / (10 - 1)
+    0.111
+    ```
+
+    Source: sections 4 and 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
+    """
+    config = config or EntameConfig()
+    heads = find_heads(model, config.head)
+    device = heads[0].module.weight.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), unchanged(model, heads):
+        tried = {method: _heads_of(method, heads, config, learning_rate, seed) for method in METHODS}
+        sums: dict[str, Any] = dict.fromkeys(METHODS, 0)
+        examples, whole = 0, True
+        for batch in islice(batches, num_batches):
+            images, labels = inputs_and_labels(batch)
+            targets, counted = label_rows(labels.to(device), num_classes(heads[0].module))
+            features, alone = backbone_features(model, heads, images)
+            whole = whole and alone
+            for method, leaves in tried.items():
+                sums[method] += first_step(leaves, features, targets, counted)
+            examples += int(counted.sum())
+    if not examples:
+        raise InputError("There is no labelled image to inspect: give batches of images and labels.")
+    starts = {method: _start(total / examples) for method, total in sums.items()}
+    return HeadReport(
+        methods=starts,
+        advice=_advice(model, heads, starts),
+        classes=num_classes(heads[0].module),
+        examples=examples,
+        heads=[head.path for head in heads],
+        whole=whole,
+    )
+
+
+def _heads_of(method: str, heads: list[Head], config: EntameConfig, learning_rate: float, seed: int) -> nn.ModuleList:
+    """Copy the heads in float32 and start the copies as a method would."""
+    leaves = nn.ModuleList(copy.deepcopy(head.module).float() for head in heads)
+    if method != "keep":
+        wanted = EntameConfig.for_method(method)  # type: ignore[arg-type]
+        paths = [str(index) for index in range(len(leaves))]
+        wanted = replace(config, init=wanted.init, feature_norm=wanted.feature_norm, head=paths)
+        apply_entame(leaves, wanted, learning_rate=learning_rate, generator=torch.Generator().manual_seed(seed))
+    for module in leaves.modules():
+        if isinstance(module, ZNorm):
+            # Other processes may be looking at other images.
+            module.sync = False
+    return leaves.train()
+
+
+def _start(means: Tensor) -> HeadStart:
+    loss, *energies, features, noise = means
+    energy = ErrorEnergy(*energies)
+    values = (
+        loss,
+        energy.entropy,
+        share_of_error(energy.estimates, energy.total),
+        features,
+        share_of_error(features, energy.total),
+        share_of_error(noise, features),
+    )
+    return HeadStart(*(float(value) for value in values))
+
+
+def _advice(model: nn.Module, heads: list[Head], starts: dict[str, HeadStart]) -> str:
+    keep, chance = starts["keep"], math.log(num_classes(heads[0].module))
+    if keep.loss <= chance * (1 if was_adapted(model) else KNOWS):
+        return (
+            f'Keep this head (entame_method="keep"): its loss of {keep.loss:.2f}, where a guess has {chance:.2f}, '
+            "says that it knows these classes, which a new head would not; noise shares mean little for such a head."
+        )
+    method = "entame" if all(head.module.bias is not None for head in heads) else "mei"
+    if keep.features <= ALREADY * max(starts["mei"].features, starts["entame"].features):
+        return "Train as it is: this head is at maximum entropy, and its first error stops there."
+    # Rounded to one digit: it is an order of magnitude.
+    times = float(f"{keep.features / starts[method].features:.1g}")
+    return (
+        f'Start the head at maximum entropy (entame_method="{method}"): as it is, {times:,.0f} times as much of the '
+        f"first error's energy would reach the pretrained features, {keep.first_update_noise:.0%} of it noise."
+    )
