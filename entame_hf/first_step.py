@@ -86,7 +86,7 @@ def backbone_features(model: nn.Module, heads: list[Head], images: Any) -> tuple
     missed = [head.path for head in heads if head.path not in inputs]
     if missed:
         raise InputError(f"The model did not use {', '.join(missed)} in training mode: name its heads with head=...")
-    logits = given.get("logits") if isinstance(given, dict) else given
+    logits: Any = given.get("logits") if isinstance(given, dict) else given
     mean = _mean([(head.module, outputs[head.path]) for head in heads])
     alone = isinstance(logits, Tensor) and logits.shape == mean.shape
     alone = alone and torch.allclose(logits.float(), mean, rtol=1e-2, atol=1e-3)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import EntameConfig
+from .config import EntameConfig, Method
 from .energy import ErrorEnergy, share_of_error
 from .errors import InputError
 from .first_step import backbone_features, first_step, inputs_and_labels, label_rows, unchanged
@@ -20,7 +20,7 @@ from .heads import Head, find_heads, num_classes
 from .layers import ZNorm
 from .patch import apply_entame, was_adapted
 
-METHODS = ("base", "keep", "mei", "fn", "entame")
+METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
 COLUMNS = ("loss", "entropy", "noise share", "error at features", "of the error", "noise in first update")
 # Up to this share of ln C, the loss is one of a head that was trained on these classes, and not one of luck.
 KNOWS = 0.5
@@ -116,7 +116,8 @@ def inspect_head(
         batches (iterable):
             Training batches, such as a `DataLoader`: mappings of the model's inputs and `labels`, or pairs of images
             and labels. Labels are of shape `(N,)`, or `(N, C)` with a row of probabilities each.
-        config ([`EntameConfig`], *optional*): φ_w or λ, ε and the heads' paths are read.
+        config ([`EntameConfig`], *optional*):
+            φ_w or λ, ε and the heads' paths are read; with `feature_norm=False`, `"fn"` and `"entame"` are left out.
         learning_rate (`float`, *optional*, defaults to 1e-4): γ; needed with `noise_lambda` only.
         seed (`int`, *optional*, defaults to 42): new heads are drawn as `EntameTrainer` draws them with this seed.
         num_batches (`int`, *optional*, defaults to 4): how many of `batches` are looked at.
@@ -145,12 +146,15 @@ def inspect_head(
     heads = find_heads(model, config.head)
     device = heads[0].module.weight.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []), unchanged(model, heads):
-        tried = {method: _heads_of(method, heads, config, learning_rate, seed) for method in METHODS}
-        sums: dict[str, Any] = dict.fromkeys(METHODS, 0)
+        methods = [name for name in METHODS if config.feature_norm or not EntameConfig.for_method(name).feature_norm]
+        tried = {method: _heads_of(method, heads, config, learning_rate, seed) for method in methods}
+        sums: dict[str, Any] = dict.fromkeys(methods, 0)
         examples, whole = 0, True
         for batch in islice(batches, num_batches):
             images, labels = inputs_and_labels(batch)
             targets, counted = label_rows(labels.to(device), num_classes(heads[0].module))
+            if not counted.any():
+                continue
             features, alone = backbone_features(model, heads, images)
             whole = whole and alone
             for method, leaves in tried.items():
@@ -169,11 +173,13 @@ def inspect_head(
     )
 
 
-def _heads_of(method: str, heads: list[Head], config: EntameConfig, learning_rate: float, seed: int) -> nn.ModuleList:
+def _heads_of(
+    method: Method, heads: list[Head], config: EntameConfig, learning_rate: float, seed: int
+) -> nn.ModuleList:
     """Copy the heads in float32 and start the copies as a method would."""
     leaves = nn.ModuleList(copy.deepcopy(head.module).float() for head in heads)
     if method != "keep":
-        wanted = EntameConfig.for_method(method)  # type: ignore[arg-type]
+        wanted = EntameConfig.for_method(method)
         paths = [str(index) for index in range(len(leaves))]
         wanted = replace(config, init=wanted.init, feature_norm=wanted.feature_norm, head=paths)
         apply_entame(leaves, wanted, learning_rate=learning_rate, generator=torch.Generator().manual_seed(seed))
@@ -205,8 +211,8 @@ def _advice(model: nn.Module, heads: list[Head], starts: dict[str, HeadStart]) -
             f'Keep this head (entame_method="keep"): its loss of {keep.loss:.2f}, where a guess has {chance:.2f}, '
             "says that it knows these classes, which a new head would not; noise shares mean little for such a head."
         )
-    method = "entame" if all(head.module.bias is not None for head in heads) else "mei"
-    if keep.features <= ALREADY * max(starts["mei"].features, starts["entame"].features):
+    method = "entame" if "entame" in starts and all(head.module.bias is not None for head in heads) else "mei"
+    if keep.features <= ALREADY * max(starts["mei"].features, starts[method].features):
         return "Train as it is: this head is at maximum entropy, and its first error stops there."
     # Rounded to one digit: it is an order of magnitude.
     times = float(f"{keep.features / starts[method].features:.1g}")

