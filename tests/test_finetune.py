@@ -158,6 +158,21 @@ def test_options_from_a_file(tmp_path, photos, timm_folder, suffix):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["entame"]["method"] == "mei"
 
 
+def test_inspecting_writes_nothing(tmp_path, photos, timm_folder, capsys):
+    out = tmp_path / "out"
+    finetune.main([*arguments(timm_folder, photos, out), "--inspect"])
+    printed = capsys.readouterr().out
+    assert "timm_model.fc: 3 classes, ln C = 1.099; first step on 64 images" in printed
+    assert [line.split()[0] for line in printed.splitlines()[2:7]] == ["base", "keep", "mei", "fn", "entame"]
+    assert printed.splitlines()[-1].startswith("Start the head")
+    assert not out.exists()
+    # Another run's folder is no obstacle, and stays as it is.
+    out.mkdir()
+    (out / "trainer_state.json").write_text("{}")
+    finetune.main([*arguments(timm_folder, photos, out), "--inspect", "--overwrite"])
+    assert [path.name for path in out.iterdir()] == ["trainer_state.json"]
+
+
 def test_an_interrupted_run_goes_on(tmp_path, photos, timm_folder):
     whole = arguments(timm_folder, photos, tmp_path / "whole")
     finetune.main(whole)
@@ -372,3 +387,14 @@ def test_demo(tmp_path):
     assert entame[1] > usual[1] + 5
     assert entame[2] > usual[2] + 5
     assert "--data_dir your/images" in result.stdout
+
+
+@pytest.mark.slow
+def test_inspecting_the_demonstration(tmp_path):
+    result = subprocess.run([sys.executable, str(SCRIPT), "--inspect"], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    base, keep, mei, _, entame = (line.split()[1:] for line in result.stdout.splitlines()[2:7])
+    assert float(base[2].rstrip("%")) == pytest.approx(50, abs=3)
+    assert mei[2] == entame[2] == "11.1%"
+    assert 12 < float(keep[2].rstrip("%")) < 15
+    assert list(tmp_path.iterdir()) == []
