@@ -44,7 +44,7 @@ class HeadArguments:
     )
     energy_logging_steps: int = field(
         default=20,
-        metadata={"help": "First steps for which the energy of the error is logged, each; 0 is off."},
+        metadata={"help": "First steps whose error is measured, each; then those that are logged. 0 is off."},
     )
 
     def warmup_steps_of_head(self) -> int:
@@ -89,7 +89,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             Linear probing, the paper's feature extraction: the heads alone learn, and the backbone's parameters and
             running statistics stand still.
         energy_logging_steps (`int`, *optional*, defaults to 20):
-            For this many first steps the energy of the error is logged, each step; 0 turns it off.
+            Measure and log the error of so many first steps, see [`EnergyRecorder`], and then of the steps whose loss
+            is logged; 0 turns it off.
 
     Raises:
         ValueError: a value is outside of its domain; the message names what is allowed.

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -130,6 +132,8 @@ class RunArguments(EntameTrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Some trackers are set up again for the evaluation after a training, and know a run by its name.
+        self.run_name = self.run_name or f"{Path(str(self.output_dir)).name}-{datetime.now():%Y%m%d-%H%M%S}"
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} {getattr(self, name)} must be {least} or more.")
@@ -293,10 +297,10 @@ def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArgument
         check_output_dir(args, inputs=[])
     args.energy_logging_steps = max(args.energy_logging_steps, 1)
     splits = split_dataset(demo_dataset(), **split_options(data_args, args.seed))
-    rows = []
+    rows, run_name = [], args.run_name
     for method, title in DEMO_METHODS.items():
         set_seed(args.seed)
-        args.entame_method = method
+        args.entame_method, args.run_name = method, f"{run_name}-{method}"
         bare = apply_entame(demo_model(), EntameConfig.for_method("keep"), num_labels=len(splits.class_names))
         model = as_transformers(bare)
         for name, labels in label_maps(splits.class_names).items():
