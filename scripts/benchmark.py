@@ -1,6 +1,7 @@
 """Measure what ENTAME costs, each ratio side by side in one process; one JSON line a measurement.
 
 python scripts/benchmark.py overhead      a training step of EntameTrainer over one of Trainer (needs a GPU)
+python scripts/benchmark.py energy        training steps whose error is measured over steps that are not
 python scripts/benchmark.py apply         apply_entame on a ViT-L, beyond drawing its head's numbers
 python scripts/benchmark.py import        importing entame_hf after transformers' Trainer
 python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from entame_hf import EntameTrainer, apply_entame, find_heads
+from entame_hf import EntameTrainer, EntameTrainingArguments, apply_entame, find_heads
 from entame_hf.models import as_transformers
 
 
@@ -60,32 +61,45 @@ class Indices(torch.utils.data.Dataset):
         return index
 
 
-def overhead(options: argparse.Namespace) -> dict[str, Any]:
-    """Train a ResNet-50 at 224 px in bf16 on images that lie on the GPU: nothing but the step is left to time."""
-    images = torch.randn(4 * options.batch, 3, 224, 224, device="cuda")
-    labels = torch.randint(10, (len(images),), device="cuda")
+def train(kind: type[Trainer], options: argparse.Namespace, args: TrainingArguments, timer: TrainerCallback) -> None:
+    """Train on images that lie on the device, so that nothing but the step is left to time: a ResNet-50 at 224 px on
+    a GPU, and an EfficientNet-Lite0 at 64 px on a CPU.
+    """
+    name, side = ("resnet50", 224) if args.device.type == "cuda" else ("tf_efficientnet_lite0", 64)
+    torch.manual_seed(0)
+    images = torch.randn(4 * options.batch, 3, side, side, device=args.device)
+    labels = torch.randint(10, (len(images),), device=args.device)
 
     def collate(indices: list[int]) -> dict[str, Tensor]:
-        rows = torch.tensor(indices, device="cuda")
+        rows = torch.tensor(indices, device=args.device)
         return {"pixel_values": images[rows], "labels": labels[rows]}
 
+    model = as_transformers(timm.create_model(name, num_classes=10).to(memory_format=torch.channels_last))
+    kind(model, args, train_dataset=Indices(len(images)), data_collator=collate, callbacks=[timer]).train()
+
+
+def quiet_arguments(options: argparse.Namespace, kind: type[TrainingArguments], **changes: Any) -> TrainingArguments:
+    return kind(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=options.batch,
+        learning_rate=1e-4,
+        bf16=torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        **changes,
+    )
+
+
+def overhead(options: argparse.Namespace) -> dict[str, Any]:
+    """Time steps of both trainers in bf16 on a GPU."""
+
     def seconds_per_step(kind: type[Trainer]) -> float:
-        torch.manual_seed(0)
-        model = as_transformers(timm.create_model("resnet50", num_classes=10).to(memory_format=torch.channels_last))
         timer = StepTimer(skip=25)
-        args = TrainingArguments(
-            tempfile.mkdtemp(),
-            max_steps=25 + options.steps,
-            per_device_train_batch_size=options.batch,
-            learning_rate=1e-4,
-            bf16=True,
-            logging_steps=options.steps,
-            save_strategy="no",
-            remove_unused_columns=False,
-            dataloader_pin_memory=False,
-            disable_tqdm=True,
-        )
-        kind(model, args, train_dataset=Indices(len(images)), data_collator=collate, callbacks=[timer]).train()
+        args = quiet_arguments(options, TrainingArguments, max_steps=25 + options.steps, logging_steps=options.steps)
+        train(kind, options, args, timer)
         return timer.median()
 
     pairs = []
@@ -105,6 +119,68 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
         "ratio_max": max(ratios),
         "pairs": len(pairs),
     }
+
+
+class BlockTimer(TrainerCallback):
+    """Give each block of steps a setting of `energy_logging_steps` in turn, and mark its ends on the device.
+
+    Args:
+        steps (`int`): how long a block is.
+        skip (`int`): where the first begins.
+        settings (`dict[str, int]`): by name; the blocks take turns.
+    """
+
+    def __init__(self, steps: int, skip: int, settings: dict[str, int]) -> None:
+        self.steps, self.skip, self.settings = steps, skip, settings
+        self.marks: list[Any] = []
+
+    # The recorder reads its setting after this.
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.skip and state.global_step % self.steps == 0:
+            block = len(self.marks)
+            args.energy_logging_steps = list(self.settings.values())[block % len(self.settings)]
+            if args.device.type == "cuda":
+                self.marks.append(torch.cuda.Event(enable_timing=True))
+                self.marks[-1].record()
+            else:
+                self.marks.append(time.perf_counter())
+
+    def milliseconds(self) -> dict[str, list[float]]:
+        """A step of each block, by setting."""
+        if isinstance(self.marks[0], float):
+            blocks = [1e3 * (end - start) for start, end in pairwise(self.marks)]
+        else:
+            torch.cuda.synchronize()
+            blocks = [start.elapsed_time(end) for start, end in pairwise(self.marks)]
+        return {
+            name: [block / self.steps for block in blocks[index :: len(self.settings)]]
+            for index, name in enumerate(self.settings)
+        }
+
+
+def energy(options: argparse.Namespace) -> dict[str, Any]:
+    """Time blocks of ten steps of one training that take turns: none measured, one (as scripts/finetune.py logs), all.
+
+    Their order stays the same, and each block is compared with the unmeasured ones before and after it.
+    """
+    steps, skip = 10, 30
+    timer = BlockTimer(steps, skip, {"none": 0, "one_in_ten": 1, "none_again": 0, "all": sys.maxsize})
+    blocks = len(timer.settings) * options.repeats
+    args = quiet_arguments(options, EntameTrainingArguments, max_steps=skip + steps * blocks + 1, logging_steps=steps)
+    train(EntameTrainer, options, args, timer)
+    times = timer.milliseconds()
+    result: dict[str, Any] = {"batch": options.batch, "milliseconds_per_step": median(times["none"])}
+    for name, around in (("one_in_ten", ("none", "none_again")), ("all", ("none_again", "none"))):
+        before, after = (times[other] for other in around)
+        # What follows the last block of all steps is the next round's first.
+        after = after if name == "one_in_ten" else after[1:]
+        ratios = [2 * time_ / (a + b) for time_, a, b in zip(times[name], before, after, strict=False)]
+        result |= {
+            f"ratio_{name}_median": median(ratios),
+            f"ratio_{name}_min": min(ratios),
+            f"ratio_{name}_max": max(ratios),
+        }
+    return result | {"rounds": options.repeats}
 
 
 def apply(options: argparse.Namespace) -> dict[str, Any]:
@@ -169,11 +245,17 @@ def cpu_layout(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    measurements = {"overhead": overhead, "apply": apply, "import": import_time, "cpu_layout": cpu_layout}
+    measurements = {
+        "overhead": overhead,
+        "energy": energy,
+        "apply": apply,
+        "import": import_time,
+        "cpu_layout": cpu_layout,
+    }
     parser.add_argument("what", choices=measurements)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=50, help="steps a run is timed over")
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=256, help="images a step")
     parser.add_argument("--results", type=Path, help="file that the JSON line is appended to")
     options = parser.parse_args()
     line = {
