@@ -32,7 +32,7 @@ class EnergyRecorder(TrainerCallback):
     | `labels` | E[yyᵀ]; smoothed labels count as such |
     | `alignment` | E[ŷyᵀ] |
     | `total` | E‖ŷ − y‖² = `estimates` + `labels` − 2 · `alignment` |
-    | `noise_share` | `estimates` / `total` |
+    | `noise_share` | `estimates` / `total`: noise while the head knows nothing; grows as the error shrinks |
     | `entropy` | E[−Σ ŷ ln ŷ], in nats |
     | `entropy_share` | `entropy` / ln C: 1 for a head that knows nothing and says so |
     | `features` | ‖δ^{L−1}‖² = E‖N · ∂𝓛/∂x‖², x as the backbone gives it: through feature normalisation as well |

@@ -128,21 +128,22 @@ class StepRecord:
         # One collective of one shape, whatever a process has seen, and one transfer to the host.
         mine = torch.cat([torch.stack(list(self._sums.values())), self._features.flatten()])
         table = accelerator.gather(mine[None])
-        sums = dict(zip(self._sums, table.sum(0), strict=False))
-        count, mean, squares = merge(table[:, len(self._sums) :].unflatten(1, self._features.shape))
+        scalars, features = table.split([len(self._sums), self._features.numel()], dim=1)
+        sums = dict(zip(self._sums, scalars.sum(0), strict=True))
+        count, mean, squares = merge(features.unflatten(1, self._features.shape))
         known = count.clamp(max=1).sum()
         energy = ErrorEnergy(*(sums[name] / sums["examples"] for name in ErrorEnergy._fields))
         # The share of means, which is what the definition averages; not the mean of shares.
         energy = energy._replace(noise_share=share_of_error(energy.estimates, energy.total))
         examples = torch.where(sums["examples"] > 0, sums["examples"], sums["rows"])
         # A process's loss is the mean of its own examples, and their gradients are averaged over the processes.
-        features = sums["squares"] * examples / (len(table) * self._loss_scale) ** 2
-        features = torch.where(sums["arrivals"] > 0, features, torch.nan)
+        arrived = sums["squares"] * examples / (len(table) * self._loss_scale) ** 2
+        arrived = torch.where(sums["arrivals"] > 0, arrived, torch.nan)
         values = {
             **energy._asdict(),
             "entropy_share": energy.entropy / math.log(self.classes),
-            "features": features,
-            "features_share": share_of_error(features, energy.total),
+            "features": arrived,
+            "features_share": share_of_error(arrived, energy.total),
             "feature_mean": mean.sum() / known,
             "feature_var": (squares / count.clamp(min=1)).sum() / known,
             **{name: norm.to(mine.device) / self._loss_scale for name, norm in self._norms.items()},

@@ -27,7 +27,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, apply_entame, find_heads
 from entame_hf.models import as_transformers
@@ -75,7 +75,10 @@ def train(kind: type[Trainer], options: argparse.Namespace, args: TrainingArgume
         return {"pixel_values": images[rows], "labels": labels[rows]}
 
     model = as_transformers(timm.create_model(name, num_classes=10).to(memory_format=torch.channels_last))
-    kind(model, args, train_dataset=Indices(len(images)), data_collator=collate, callbacks=[timer]).train()
+    trainer = kind(model, args, train_dataset=Indices(len(images)), data_collator=collate, callbacks=[timer])
+    # What is logged is not what is asked for here.
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
 
 
 def quiet_arguments(options: argparse.Namespace, kind: type[TrainingArguments], **changes: Any) -> TrainingArguments:
