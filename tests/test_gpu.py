@@ -2,14 +2,16 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import timm
 import torch
 from conftest import RandomImages
 from torch.nn.functional import cross_entropy
+from transformers import TrainerCallback
 
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame, inspect_head
 from entame_hf.layers import ZNorm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -105,3 +107,72 @@ def test_synchronised_batch_normalisation_beside_it():
         cross_entropy(each(images), torch.arange(32, device="cuda") % 10).backward()
     torch.testing.assert_close(model.fc.znorm.mean, twin.fc.znorm.mean, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.fc.weight.grad, twin.fc.weight.grad, rtol=1e-3, atol=1e-5)
+
+
+def measured(folder, *callbacks, **changes):
+    args = EntameTrainingArguments(
+        str(folder),
+        per_device_train_batch_size=64,
+        logging_steps=1000,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **{"entame_method": "base", "max_steps": 6, **changes},
+    )
+    torch.manual_seed(0)
+    model = timm.create_model("test_resnet", num_classes=10)
+    trainer = EntameTrainer(model, args, train_dataset=RandomImages(64), callbacks=list(callbacks))
+    trainer.train()
+    return [
+        {name: value for name, value in entry.items() if name.startswith("energy/")}
+        for entry in trainer.state.log_history
+        if "energy/total" in entry
+    ]
+
+
+class SyncWarnings(TrainerCallback):
+    """Warn of every wait for the device from the second step on, where no step is measured or logged."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_steps_that_are_not_measured_wait_for_nothing_more(tmp_path):
+    def waits(steps):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            logged = measured(tmp_path, SyncWarnings(), energy_logging_steps=steps)
+        return len(logged), sum("synchroniz" in str(warning.message) for warning in caught)
+
+    waits(0)  # What is done once for all.
+    off, on = waits(0), waits(1)
+    assert (off[0], on[0]) == (0, 1)
+    # Trainer itself reads the loss of every step, so that the count is known to count.
+    assert on[1] == off[1] > 0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_energies_in_half_precision_are_those_in_full(tmp_path, precision):
+    """fp16 scales the loss by 65,536, which is taken out again."""
+    changes = {"max_steps": 1, "energy_logging_steps": 1}
+    (full,) = measured(tmp_path, **changes)
+    (half,) = measured(tmp_path, **changes, **{precision: True})
+    for name in ("total", "noise_share", "features", "feature_var", "grad_norm_backbone", "grad_norm_head"):
+        assert half[f"energy/{name}"] == pytest.approx(full[f"energy/{name}"], rel=0.1), name
+
+
+def test_inspecting_a_model_on_the_gpu():
+    torch.manual_seed(0)
+    model, data = timm.create_model("test_resnet", num_classes=10), RandomImages(64)
+    on_cpu = inspect_head(model, [(data.images, data.labels)]).methods
+    state = torch.cuda.get_rng_state()
+    on_gpu = inspect_head(model.cuda(), [(data.images, data.labels)]).methods
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    for method, start in on_cpu.items():
+        assert vars(on_gpu[method]) == pytest.approx(vars(start), rel=2e-2, abs=1e-6), method
+    half = inspect_head(model.half(), [(data.images, data.labels)]).methods
+    assert half["base"].features == pytest.approx(on_cpu["base"].features, rel=0.1)
