@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .energy import error_energy
 from .errors import InputError
-from .heads import Head
+from .heads import Head, base_model
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def backbone_features(model: nn.Module, heads: list[Head], images: Any) -> tuple
         for head in heads:
             handle = head.module.register_forward_hook(lambda *call, path=head.path: note(path, *call))
             stack.callback(handle.remove)
-        if isinstance(images, Mapping) and isinstance(model, PreTrainedModel):
+        if isinstance(images, Mapping) and isinstance(base_model(model), PreTrainedModel):
             given: Any = model(**{name: ready(value) for name, value in images.items()})
         else:
             given = model(*map(ready, images.values() if isinstance(images, Mapping) else [images]))

@@ -18,7 +18,15 @@ logger = logging.get_logger(__name__)
 SMALL_BATCH = 64
 
 
-def start_heads(model: nn.Module, config: EntameConfig, *, learning_rate: float, seed: int, batch_size: int) -> None:
+def start_heads(
+    model: nn.Module,
+    config: EntameConfig,
+    *,
+    learning_rate: float,
+    seed: int,
+    batch_size: int,
+    accumulation: int = 1,
+) -> None:
     """Apply ENTAME for a training, and warn where its settings work against it.
 
     Args:
@@ -27,6 +35,7 @@ def start_heads(model: nn.Module, config: EntameConfig, *, learning_rate: float,
         learning_rate (`float`): γ, the peak learning rate.
         seed (`int`): the same seed draws the same heads on every device.
         batch_size (`int`): examples that one set of feature statistics is taken over, all processes together.
+        accumulation (`int`, *optional*, defaults to 1): batches of that size that one update is made of.
 
     Raises:
         InputError: the model cannot be trained with this configuration and saved as its stock architecture.
@@ -50,7 +59,7 @@ def start_heads(model: nn.Module, config: EntameConfig, *, learning_rate: float,
         )
     if config.init == "mei" and learning_rate > 0:
         classes = num_classes(heads[0].module)
-        share = noise_after_first_step(config, classes, learning_rate, batch_size)
+        share = noise_after_first_step(config, classes, learning_rate, batch_size * accumulation)
         message = f"Nλ² = {share:.3g}: the share of noise in the head's energy after a first plain gradient step."
         if share >= 1:
             logger.warning(

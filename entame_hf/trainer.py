@@ -134,6 +134,7 @@ class EntameTrainer(ReportingTrainer):
                 learning_rate=self.args.learning_rate,
                 seed=self.args.seed,
                 batch_size=self._train_batch_size * self.args.world_size,
+                accumulation=self.args.gradient_accumulation_steps,
             )
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.args.device.type == "cpu" and not sharded:

@@ -146,7 +146,7 @@ def test_steps_that_are_not_measured_wait_for_nothing_more(tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             logged = measured(tmp_path, SyncWarnings(), energy_logging_steps=steps)
-        return len(logged), sum("synchroniz" in str(warning.message) for warning in caught)
+        return len(logged), sum("called a synchronizing" in str(warning.message) for warning in caught)
 
     waits(0)  # What is done once for all.
     off, on = waits(0), waits(1)

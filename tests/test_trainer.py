@@ -437,9 +437,16 @@ def test_small_batches_are_warned_about(tmp_path, tiny_vit, monkeypatch):
     assert messages == []
 
 
-def test_noise_left_after_the_first_update_is_warned_about(tmp_path, tiny_vit, monkeypatch):
+@pytest.mark.parametrize(("batch", "accumulation"), [(16, 1), (4, 4)])
+def test_noise_left_after_the_first_update_is_warned_about(tmp_path, tiny_vit, monkeypatch, batch, accumulation):
     messages = []
     monkeypatch.setattr("entame_hf.start.logger.warning", messages.append)
-    args = arguments(tmp_path, noise_lambda=1.0, znorm_momentum=0.1)
+    args = arguments(
+        tmp_path,
+        noise_lambda=1.0,
+        znorm_momentum=0.1,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+    )
     EntameTrainer(tiny_vit, args, train_dataset=RandomImages(64)).train()
     assert any(message.startswith("Nλ² = 16") for message in messages)
