@@ -21,7 +21,7 @@ from .layers import ZNorm
 from .patch import apply_entame, was_adapted
 
 METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
-COLUMNS = ("loss", "entropy", "noise share", "error at features", "of the error", "noise in first update")
+COLUMNS = ("loss", "entropy", "noise share", "error at features", "passed on", "noise in first update")
 # Up to this share of ln C, the loss is one of a head that was trained on these classes, and not one of luck.
 KNOWS = 0.5
 # Up to so many times the error of a maximum-entropy head, a head is one.
