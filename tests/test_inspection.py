@@ -56,6 +56,17 @@ class TestEveryKindOfModel:
         assert report.methods["entame"].first_update_noise < 1e-3
 
 
+def test_a_head_that_waits_for_its_first_batch_goes_on_waiting(tiny_vit):
+    """A kept head over normalised features is rewritten by the first batch that it is trained on: not by this one."""
+    logits = inspect_head(tiny_vit, batches_of(RandomImages(16))).methods["keep"].loss
+    apply_entame(tiny_vit, EntameConfig(init="keep"))
+    before = everything(tiny_vit)
+    report = inspect_head(tiny_vit, batches_of(RandomImages(16)))
+    torch.testing.assert_close(everything(tiny_vit), before, rtol=0, atol=0)
+    assert tiny_vit.classifier.znorm.unfold_next
+    assert report.methods["keep"].loss == pytest.approx(logits, rel=1e-4)
+
+
 class TestValues:
     @pytest.mark.parametrize("method", ["base", "mei", "fn", "entame"])
     def test_are_what_the_trainer_logs_at_its_first_step(self, tmp_path, tiny_vit, method):
