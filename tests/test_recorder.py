@@ -248,6 +248,14 @@ class TestWholeSteps:
         assert "features" in logs[0]
         assert_agree(logs[1], logs[0])
 
+    def test_bfloat16(self, tmp_path, tiny_vit):
+        full, half = (
+            energies(train(copy.deepcopy(tiny_vit), arguments(tmp_path, entame_method="base", bf16=bf16)))
+            for bf16 in (False, True)
+        )
+        del full["feature_mean"]
+        assert_agree(half, full, rel=0.05)
+
     def test_plain_training_arguments(self, tmp_path, tiny_vit):
         logged = energies(train(tiny_vit, arguments(tmp_path, TrainingArguments)))
         assert logged["noise_share"] == pytest.approx(1 / 9, abs=1e-4)
