@@ -48,9 +48,9 @@ class EnergyRecorder(TrainerCallback):
 
     Several heads count as one that reads the features of all. Where a model gives several logits, energies are those
     of the first. What cannot be measured is left out: energies without labels or with outputs of another shape,
-    `features` where the backbone is frozen, gradients and weights where a process holds shards of them (FSDP,
-    DeepSpeed), and everything that overflowed. A step that is measured runs uncompiled, which leaves the compiled
-    graph of the other steps alone.
+    `features` where the backbone is frozen or DeepSpeed scales the loss (fp16), gradients and weights where a process
+    holds shards of them (FSDP, DeepSpeed), and everything that overflowed. A step that is measured runs uncompiled,
+    which leaves the compiled graph of the other steps alone.
 
     Args:
         trainer ([`EntameTrainer`]): the trainer whose steps are measured; callbacks are not told.

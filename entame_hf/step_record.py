@@ -106,6 +106,9 @@ class StepRecord:
         """Take the norms of the gradients that are there, and the factor that the loss was scaled by."""
         if accelerator.scaler is not None:
             self._loss_scale = accelerator.scaler.get_scale()
+        elif accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.mixed_precision == "fp16":
+            # DeepSpeed scales by a factor of its own.
+            self._loss_scale = math.nan
         if accelerator.distributed_type in SHARDED:
             return
         heads = {id(parameter) for head in self.heads for parameter in head.module.parameters()}
