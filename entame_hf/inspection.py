@@ -24,6 +24,8 @@ METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
 COLUMNS = ("loss", "entropy", "noise share", "error at features", "passed on", "noise in first update")
 # Up to this share of ln C, the loss is one of a head that was trained on these classes, and not one of luck.
 KNOWS = 0.5
+# From this share of ln C, the entropy is that of a head that knows nothing.
+UNINFORMED = 0.99
 # Up to so many times the error of a maximum-entropy head, a head is one.
 ALREADY = 10
 
@@ -107,9 +109,10 @@ def inspect_head(
     The backbone sees each batch once, in training mode; heads are then tried on its features. Afterwards the model is
     bit for bit what it was, running statistics, modes and random generators included.
 
-    The advice keeps the head where its loss is at most half of ln C, or below ln C for a model that was adapted with
-    ENTAME; it leaves the head alone where the energy that it sends into the features is at most ten times that of a
-    maximum-entropy head; and else it is to start the head at maximum entropy.
+    The advice is the first of these that fits: keep the head, where its loss is at most half of ln C, or below ln C for
+    a model that was adapted with ENTAME; lower φ_w, where a new head's entropy would be under 99 % of ln C; train as it
+    is, where the error energy that the head sends into the features is at most ten times that of a maximum-entropy
+    head; start the head at maximum entropy.
 
     Args:
         model (`torch.nn.Module`): see [`find_heads`]; on any device, in any floating-point type.
@@ -212,6 +215,11 @@ def _advice(model: nn.Module, heads: list[Head], starts: dict[str, HeadStart]) -
             "says that it knows these classes, which a new head would not; noise shares mean little for such a head."
         )
     method = "entame" if "entame" in starts and all(head.module.bias is not None for head in heads) else "mei"
+    if starts[method].entropy < UNINFORMED * chance:
+        return (
+            "Lower phi_w or noise_lambda: with this one a new head is not at maximum entropy, but claims to know more "
+            f"than a guess (entropy {starts[method].entropy:.2f} of {chance:.2f})."
+        )
     if keep.features <= ALREADY * max(starts["mei"].features, starts[method].features):
         return "Train as it is: this head is at maximum entropy, and its first error stops there."
     # Rounded to one digit: it is an order of magnitude.

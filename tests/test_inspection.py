@@ -188,6 +188,11 @@ class TestAdvice:
         apply_entame(tiny_vit, EntameConfig.for_method(method))
         assert inspect_head(tiny_vit, batches_of(RandomImages(16))).advice.startswith("Train as it is")
 
+    def test_weights_too_large_for_maximum_entropy(self, tiny_vit):
+        report = inspect_head(tiny_vit, batches_of(RandomImages(16)), EntameConfig(noise_lambda=1e6))
+        assert report.methods["entame"].entropy < 2
+        assert report.advice.startswith("Lower phi_w or noise_lambda")
+
     def test_a_head_that_knows_the_classes(self, tmp_path):
         torch.manual_seed(0)
         data = RandomImages(40)
