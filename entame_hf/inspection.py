@@ -109,9 +109,9 @@ def inspect_head(
     The backbone sees each batch once, in training mode; heads are then tried on its features. Afterwards the model is
     bit for bit what it was, running statistics, modes and random generators included.
 
-    The advice is the first of these that fits: keep the head, where its loss is at most half of ln C, or below ln C for
-    a model that was adapted with ENTAME; lower φ_w, where a new head's entropy would be under 99 % of ln C; train as it
-    is, where the error energy that the head sends into the features is at most ten times that of a maximum-entropy
+    The advice is the first of these that fits: keep the head, where its loss is at most half of ln C, or below ln C
+    for a model that was adapted with ENTAME; lower φ_w, where a new head's entropy would be under 99 % of ln C; train
+    it as it is, where the error energy that it sends into the features is at most ten times that of a maximum-entropy
     head; start the head at maximum entropy.
 
     Args:
