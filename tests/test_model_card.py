@@ -143,7 +143,11 @@ class TestNumbers:
         assert card.data.eval_results is None
         assert "## Results" not in card.text
         assert "## Training" in card.text
-        assert sorted(path.name for path in tmp_path.glob("*.png")) == ["learning_curves.png", "noise_share.png"]
+        assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+            "feature_variance.png",
+            "learning_curves.png",
+            "noise_share.png",
+        ]
 
     def test_of_several_evaluation_sets_stand_side_by_side(self, tmp_path, tiny_vit):
         trainer = trainer_of(tmp_path, tiny_vit)
