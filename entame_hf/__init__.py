@@ -2,10 +2,10 @@
 
 from .config import EntameConfig
 from .energy import ErrorEnergy, error_energy
+from .energy.inspection import HeadReport, inspect_head
 from .errors import InputError
 from .fold import fold_entame
 from .heads import Head, find_heads
-from .inspection import HeadReport, inspect_head
 from .layers import ZNormConv2d, ZNormLinear
 from .patch import apply_entame
 from .trainer import EntameTrainer

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.utils import logging
 
-from .base_noise import BaseNoise
+from .energy.base_noise import BaseNoise
 from .evaluations import Evaluations
 from .heads import is_peft
 

@@ -26,13 +26,13 @@ from .checkpoint import (
 )
 from .config import EntameConfig
 from .distributed import check_processes, check_sharding
+from .energy.recorder import EnergyRecorder
 from .errors import InputError
 from .fold import folded, stock_state_dict
 from .freeze import frozen_backbone
 from .heads import TIMM_PREFIX, Head, find_heads, is_peft
 from .models import as_transformers
 from .patch import applied_config, forget_adaptation, mark_trained
-from .recorder import EnergyRecorder
 from .reporting import ReportingTrainer
 from .start import start_heads
 from .training_args import HeadArguments

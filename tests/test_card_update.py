@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers.modelcard import TrainingSummary
 
 from entame_hf import InputError
-from entame_hf.card_update import BEGIN, END, generated_card, update_card
+from entame_hf.model_card.update import BEGIN, END, generated_card, update_card
 
 
 def card(text="# Birds", accuracy=0.9, **data):

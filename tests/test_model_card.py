@@ -19,10 +19,10 @@ from transformers import AutoModelForImageClassification, TrainerCallback, Train
 from transformers.trainer_utils import EvalLoopOutput
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError
-from entame_hf.card_text import CardFacts, card_text
 from entame_hf.evaluations import Evaluation
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
-from entame_hf.model_card import is_hub_id, license_of, write_model_card
+from entame_hf.model_card.card import is_hub_id, license_of, write_model_card
+from entame_hf.model_card.text import CardFacts, card_text
 from entame_hf.plots import series
 
 TRAIN, TEST = RandomImages(48), RandomImages(40, seed=1)

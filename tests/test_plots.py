@@ -5,9 +5,10 @@ import pytest
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from entame_hf.confusion import class_scores, confusion_matrix_figure
 from entame_hf.plots import (
     accuracy_curves,
+    class_scores,
+    confusion_matrix_figure,
     feature_variance_curves,
     learning_curves,
     noise_share_curves,

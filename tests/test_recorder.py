@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, ZNormLinear, error_energy, find_heads
-from entame_hf.base_noise import KEY as BASE_NOISE
-from entame_hf.recorder import is_measured
+from entame_hf.energy.base_noise import KEY as BASE_NOISE
+from entame_hf.energy.recorder import is_measured
+from entame_hf.energy.step_record import merge
 from entame_hf.start import first_step_bound, noise_after_first_step, start_heads
-from entame_hf.step_record import merge
 
 CLASSES = 10
 

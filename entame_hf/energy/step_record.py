@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import one_hot
 from torch.nn.utils import get_total_norm
 
-from .energy import ErrorEnergy, error_energy, share_of_error
-from .heads import Head, num_classes, num_features
-from .znorm import batch_statistics, widen
+from ..heads import Head, num_classes, num_features
+from ..znorm import batch_statistics, widen
+from .error import ErrorEnergy, error_energy, share_of_error
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .energy import error_energy
-from .heads import find_heads, num_classes, num_features
+from ..heads import find_heads, num_classes, num_features
+from .error import error_energy
 
 KEY = "energy/base_noise_share"
 

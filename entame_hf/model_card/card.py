@@ -17,15 +17,22 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 from transformers.modelcard import METRIC_TAGS, extract_hyperparameters_from_trainer
 
-from .base_noise import KEY as BASE_NOISE_SHARE
-from .card_text import HUB, OF_ENTAME, CardFacts, card_text
-from .card_update import generated_card, update_card
-from .checkpoint import adaptation_record, class_names
-from .confusion import confusion_matrix_figure
-from .evaluations import Evaluation
-from .heads import find_heads, num_classes, timm_model
-from .plots import History, feature_variance_curves, learning_curves, noise_share_curves, save_figures, series
-from .start import noise_after_first_step
+from ..checkpoint import adaptation_record, class_names
+from ..energy.base_noise import KEY as BASE_NOISE_SHARE
+from ..evaluations import Evaluation
+from ..heads import find_heads, num_classes, timm_model
+from ..plots import (
+    History,
+    confusion_matrix_figure,
+    feature_variance_curves,
+    learning_curves,
+    noise_share_curves,
+    save_figures,
+    series,
+)
+from ..start import noise_after_first_step
+from .text import HUB, OF_ENTAME, CardFacts, card_text
+from .update import generated_card, update_card
 
 CARD_NAME = "README.md"
 TASK = "image-classification"

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from .evaluations import evaluation_metrics
+from ..evaluations import evaluation_metrics
 
 # One line of `trainer.state.log_history` after the other.
 History = Sequence[Mapping[str, Any]]

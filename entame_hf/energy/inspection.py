@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .config import EntameConfig, Method
-from .energy import ErrorEnergy, share_of_error
-from .errors import InputError
+from ..config import EntameConfig, Method
+from ..errors import InputError
+from ..heads import Head, find_heads, num_classes
+from ..layers import ZNorm
+from ..patch import apply_entame, was_adapted
+from .error import ErrorEnergy, share_of_error
 from .first_step import backbone_features, first_step, inputs_and_labels, label_rows, unchanged
-from .heads import Head, find_heads, num_classes
-from .layers import ZNorm
-from .patch import apply_entame, was_adapted
 
 METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
 COLUMNS = ("loss", "entropy", "noise share", "error at features", "passed on", "noise in first update")

@@ -11,8 +11,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, has_length
 
-from .heads import find_heads
-from .start import first_step_bound, noise_after_first_step
+from ..heads import find_heads
+from ..start import first_step_bound, noise_after_first_step
 from .step_record import StepRecord
 
 PREFIX = "energy/"

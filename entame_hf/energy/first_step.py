@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 from transformers import PreTrainedModel
 
-from .energy import error_energy
-from .errors import InputError
-from .heads import Head, base_model
+from ..errors import InputError
+from ..heads import Head, base_model
+from .error import error_energy
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .confusion import class_scores
-from .evaluations import Evaluation
+from ..evaluations import Evaluation
+from ..plots import class_scores
 from .markdown import escape, number, table
 
 PAPER = "https://arxiv.org/abs/1905.10698"

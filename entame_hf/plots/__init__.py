@@ -1,0 +1,24 @@
+"""Pictures of runs at the size of a README: what trainings did, and what a model confuses."""
+
+from .confusion import class_scores, confusion_matrix_figure
+from .curves import (
+    History,
+    accuracy_curves,
+    feature_variance_curves,
+    learning_curves,
+    noise_share_curves,
+    save_figures,
+    series,
+)
+
+__all__ = [
+    "History",
+    "accuracy_curves",
+    "class_scores",
+    "confusion_matrix_figure",
+    "feature_variance_curves",
+    "learning_curves",
+    "noise_share_curves",
+    "save_figures",
+    "series",
+]
