@@ -3,7 +3,7 @@
 from .config import EntameConfig
 from .energy import ErrorEnergy, error_energy
 from .energy.inspection import HeadReport, inspect_head
-from .errors import InputError
+from .errors import InputError, RunError
 from .fold import fold_entame
 from .heads import Head, find_heads
 from .layers import ZNormConv2d, ZNormLinear
@@ -22,6 +22,7 @@ __all__ = [
     "Head",
     "HeadReport",
     "InputError",
+    "RunError",
     "ZNormConv2d",
     "ZNormLinear",
     "apply_entame",

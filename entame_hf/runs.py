@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .errors import InputError
+from .resume import check_checkpoint, last_whole_checkpoint
 
 # What a run leaves behind, whoever wrote it.
 _FILES = (
@@ -81,7 +81,7 @@ def _left_behind(folder: Path) -> list[Path]:
 
 
 def last_checkpoint(args: TrainingArguments) -> str | None:
-    """Resolve `resume_from_checkpoint`: a checkpoint's folder, or "last" for the newest in the output folder.
+    """Resolve `resume_from_checkpoint`: a checkpoint's folder, or "last" for the newest whole one.
 
     Args:
         args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint` are read.
@@ -90,24 +90,11 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
         `str` or `None`: the folder; None for a run that starts afresh.
 
     Raises:
-        InputError: there is no such checkpoint.
+        InputError: there is no such checkpoint, or it is not whole.
     """
     asked = args.resume_from_checkpoint
     if asked is None:
         return None
-    found = _newest_whole(Path(str(args.output_dir))) if asked.lower() in ("last", "true") else asked
-    if found is None or not Path(found, TRAINER_STATE_NAME).is_file():
-        raise InputError(
-            f"--resume_from_checkpoint {asked}: no checkpoint there. Give the path of a checkpoint-... folder, or "
-            f'"last" for the newest in --output_dir {args.output_dir}.'
-        )
-    return found
-
-
-def _newest_whole(folder: Path) -> str | None:
-    """Find the newest checkpoint whose state, which is written last, is there."""
-    whole = {
-        int(path.parent.name.rpartition("-")[2]): str(path.parent)
-        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*/{TRAINER_STATE_NAME}")
-    }
-    return whole[max(whole)] if whole else None
+    folder = str(args.output_dir)
+    found = last_whole_checkpoint(folder) if asked.lower() in ("last", "true") else asked
+    return check_checkpoint(found, f"--resume_from_checkpoint {asked}", folder)

@@ -33,6 +33,7 @@ from .freeze import frozen_backbone
 from .heads import TIMM_PREFIX, Head, find_heads, is_peft
 from .models import as_transformers
 from .patch import applied_config, forget_adaptation, mark_trained
+from .push import HubTrainer
 from .reporting import ReportingTrainer
 from .start import start_heads
 from .training_args import HeadArguments
@@ -40,7 +41,7 @@ from .training_args import HeadArguments
 logger = logging.get_logger(__name__)
 
 
-class EntameTrainer(ReportingTrainer):
+class EntameTrainer(ReportingTrainer, HubTrainer):
     """Fine-tune an image classifier with ENTAME: a drop-in for [`Trainer`].
 
     When `train()` starts afresh, the heads are drawn (with `args.seed`) and their features normalised; when it

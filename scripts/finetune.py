@@ -20,7 +20,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor, set_seed
 
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, apply_entame, inspect_head
+from entame_hf import (
+    EntameConfig,
+    EntameTrainer,
+    EntameTrainingArguments,
+    InputError,
+    RunError,
+    apply_entame,
+    inspect_head,
+)
 from entame_hf.callbacks import EarlyEvaluation
 from entame_hf.cli import FILES, OptionParser
 from entame_hf.data import (
@@ -275,7 +283,8 @@ def run(trainer: EntameTrainer) -> dict[str, float]:
     args = trainer.args
     clear_output_dir(args)
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model()
+    # Internal, that is without pushing: that comes last, with the metrics.
+    trainer.save_model(_internal_call=True)
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
     metrics = trainer.evaluate()
@@ -287,6 +296,10 @@ def run(trainer: EntameTrainer) -> dict[str, float]:
         datasets: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
         for line in filter(None, (dataset.summary() for dataset in datasets)):
             print(line)
+    if args.push_to_hub:
+        commit = trainer.push_to_hub()
+        if commit is not None:
+            print(f"Pushed: {commit.commit_url}")
     return metrics
 
 
@@ -340,6 +353,9 @@ if __name__ == "__main__":
     except InputError as error:
         print(f"finetune.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
+    except RunError as error:
+        print(f"finetune.py: error: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         print("\nInterrupted. Go on from the last checkpoint with --resume_from_checkpoint last.", file=sys.stderr)
         sys.exit(130)

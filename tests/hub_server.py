@@ -1,7 +1,7 @@
 """A Hub in memory, on loopback, for the real client: what `huggingface_hub` asks of models and datasets, and no more.
 
-    with HubServer() as hub:
-        subprocess.run(command, env={**os.environ, **hub.environment(tmp_path / "cache")})
+with HubServer() as hub:
+    subprocess.run(command, env={**os.environ, **hub.environment(tmp_path / "cache")})
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class Handler(BaseHTTPRequestHandler):
         self.body = self._chunks() if self.headers.get("Transfer-Encoding") == "chunked" else self.rfile.read(length)
         headers = [f"{name}: {value}" for name, value in self.headers.items() if name.lower() != "authorization"]
         self.server.received.append("\n".join([self.requestline, *headers, ""]).encode() + self.body)
-        self.user, self.role = TOKENS.get((self.headers.get("Authorization") or "").removeprefix("Bearer "), (None, ""))
+        self.user, self.role = TOKENS.get(
+            (self.headers.get("Authorization") or "").removeprefix("Bearer "), (None, "")
+        )
         path = unquote(urlsplit(self.path).path)
         self.query = parse_qs(urlsplit(self.path).query)
         try:
@@ -236,7 +238,9 @@ class Handler(BaseHTTPRequestHandler):
         if prefix and not inside:
             raise HubError(404, f"{path} does not exist on {revision}", "EntryNotFound")
         if self.query.get("recursive", ["false"])[0].lower() != "true":
-            folders = {prefix + file.removeprefix(prefix).split("/")[0] for file in inside if "/" in file[len(prefix) :]}
+            folders = {
+                prefix + file.removeprefix(prefix).split("/")[0] for file in inside if "/" in file[len(prefix) :]
+            }
             inside = {file: content for file, content in inside.items() if "/" not in file[len(prefix) :]}
         else:
             folders = {file.rpartition("/")[0] for file in inside if "/" in file}
@@ -254,7 +258,9 @@ class Handler(BaseHTTPRequestHandler):
         repo = self._repo(kind, name)
         repo.resolve(revision)
         date = "2026-01-01T00:00:00.000Z"
-        return [{"id": oid, "title": "", "message": "", "date": date, "authors": []} for oid in repo.branches[revision]]
+        return [
+            {"id": oid, "title": "", "message": "", "date": date, "authors": []} for oid in repo.branches[revision]
+        ]
 
     def auth_check(self, kind: str, name: str, write: str | None) -> Any:
         self._repo(kind, name, write=bool(write))

@@ -1,0 +1,190 @@
+"""What is asked of the Hub: may this model be pushed, and the push itself."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
+from transformers.utils.hub import hf_api
+
+from .errors import InputError
+
+logger = logging.get_logger(__name__)
+
+CARD = "README.md"
+# A model, its card and its metrics. An output folder may hold anything else: checkpoints, notes, logs, and in the
+# trainer's state and in tensorboard's files the paths of this machine.
+PUSHED = ["*.json", "model*.safetensors", "*.md", "*.png", "*.py"]
+NOT_PUSHED = ["*/*", TRAINER_STATE_NAME]
+# Seconds before an upload is tried again; what arrived is not sent twice.
+PAUSES = (1, 4)
+REFUSED = (400, 401, 403, 404)
+
+
+def check_push(
+    repo: str, *, token: str | None = None, private: bool | None = None, revision: str | None = None
+) -> str:
+    """Make sure that a model can be pushed; its repository and branch are made where they are missing.
+
+    Args:
+        repo (`str`): the repository, with its namespace or without, which is the user's then.
+        token (`str`, *optional*): defaults to the one that the machine is logged in with.
+        private (`bool`, *optional*): whether a new repository is private; defaults to what its owner has set.
+        revision (`str`, *optional*): the branch, `"main"` by default.
+
+    Returns:
+        `str`: the repository with its namespace.
+
+    Raises:
+        InputError: there is no token, it may not write there, the name is taken by a data set or a Space, the
+            repository is public and should be private, or the Hub cannot be reached.
+
+    Example:
+
+    ```python
+    >>> from entame_hf.hub import check_push
+
+    >>> check_push("my-model", private=True)  # doctest: +SKIP
+    'me/my-model'
+    ```
+    """
+    api = hf_api()
+    if not (token or get_token()):
+        raise InputError(
+            "--push_to_hub needs a token, and there is none. Log in with `hf auth login` or set HF_TOKEN."
+        )
+    try:
+        repo = api.create_repo(repo, token=token, private=private, exist_ok=True).repo_id
+        api.auth_check(repo, token=token, write=True)
+        if private and not api.model_info(repo, token=token).private:
+            raise InputError(
+                f"{repo} exists and is public: --hub_private_repo would not hide what is pushed. Make it private in "
+                "its settings, or choose another --hub_model_id."
+            )
+        if revision is not None:
+            api.create_branch(repo, branch=revision, token=token, exist_ok=True)
+    except HFValidationError as error:
+        raise InputError(f"--hub_model_id {repo} is no name of a repository: {error}") from error
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            f"--hub_model_id {repo}: the name is taken by a data set or a Space. Choose another one."
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status == 401:
+            raise InputError(
+                "The Hub does not know this token. Log in with `hf auth login`, or set HF_TOKEN."
+            ) from error
+        if status == 403:
+            raise InputError(
+                f"The token may not write to --hub_model_id {repo}. Use one with write access to that namespace "
+                "(https://huggingface.co/settings/tokens), or a name in a namespace of yours."
+            ) from error
+        raise InputError(f"The Hub refuses --hub_model_id {repo}: {reason_of(error)}.") from error
+    # No connection, or HF_HUB_OFFLINE.
+    except (HTTPError, OSError) as error:
+        raise InputError(f"--push_to_hub, but the Hub cannot be reached: {reason_of(error)}.") from error
+    return repo
+
+
+def upload(
+    repo: str, folder: str | Path, message: str, *, token: str | None, revision: str | None, **options: Any
+) -> CommitInfo:
+    """Upload a folder, and try again where that may help.
+
+    Args:
+        repo (`str`): the repository, with its namespace.
+        folder (`str` or `Path`): what is uploaded.
+        message (`str`): the commit's.
+        token (`str`, *optional*): defaults to the one that the machine is logged in with.
+        revision (`str`, *optional*): the branch, `"main"` by default.
+        options: passed to `HfApi.upload_folder`.
+
+    Returns:
+        `huggingface_hub.CommitInfo`: the commit.
+    """
+    send = partial(
+        hf_api().upload_folder,
+        repo_id=repo,
+        folder_path=folder,
+        commit_message=message,
+        token=token,
+        revision=revision,
+        **options,
+    )
+    for pause in PAUSES:
+        try:
+            return send()
+        # The client repeats the requests that carry files, but not always the one that commits them.
+        except HTTPError as error:
+            if isinstance(error, HfHubHTTPError) and error.response.status_code in REFUSED:
+                raise
+            logger.warning(f"The upload to {repo} broke ({reason_of(error)}); trying again in {pause} s.")
+            time.sleep(pause)
+    return send()
+
+
+def model_files() -> dict[str, list[str]]:
+    """List what is pushed of a folder, as `HfApi.upload_folder` takes it, which adds to the lists it gets."""
+    return {"allow_patterns": [*PUSHED], "ignore_patterns": [*NOT_PUSHED]}
+
+
+def card_on_hub(repo: str, *, token: str | None = None, revision: str | None = None) -> str | None:
+    """Fetch the card that a repository has, and None where it has none."""
+    try:
+        file = hf_api().hf_hub_download(repo, CARD, token=token, revision=revision)
+    except RemoteEntryNotFoundError:
+        return None
+    return Path(file).read_text(encoding="utf-8")
+
+
+def upload_command(
+    repo: str, folder: str | Path, *, private: bool | None, revision: str | None, exclude: Sequence[str] = ()
+) -> str:
+    """Build the command that pushes a folder as [`HubTrainer`] does.
+
+    Args:
+        repo (`str`): the repository, with its namespace.
+        folder (`str` or `Path`): the folder, as its user calls it.
+        private (`bool`, *optional*): whether a new repository is private.
+        revision (`str`, *optional*): the branch, `"main"` by default.
+        exclude (`Sequence[str]`, *optional*): patterns of what is not pushed either.
+
+    Returns:
+        `str`: a line for a shell.
+
+    Example:
+
+    ```python
+    >>> from entame_hf.hub import upload_command
+
+    >>> upload_command("me/my-model", "out", private=True, revision=None)[:38]
+    'hf upload me/my-model out . --private '
+    ```
+    """
+    parts = ["hf", "upload", repo, str(folder), "."]
+    parts += ["--private"] if private else []
+    parts += ["--revision", revision] if revision else []
+    parts += [part for pattern in PUSHED for part in ("--include", pattern)]
+    parts += [part for pattern in (*NOT_PUSHED, *exclude) for part in ("--exclude", pattern)]
+    return shlex.join(parts)
+
+
+def reason_of(error: BaseException) -> str:
+    """Shorten what an exception says to its first line, which is the one for people."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".:") if lines else type(error).__name__
