@@ -96,7 +96,7 @@ class HubTrainer(ResumableTrainer):
         send = partial(
             upload, self.hub_model_id, checkpoint_folder, token=self.args.hub_token, revision=self.args.hub_revision
         )
-        jobs = [hf_api().run_as_future(send, message, **model_files())]
+        jobs: Any = [hf_api().run_as_future(send, message, **model_files())]
         if strategy != HubStrategy.EVERY_SAVE:
             forget_place(checkpoint_folder)
             name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else Path(checkpoint_folder).name
@@ -110,7 +110,8 @@ class HubTrainer(ResumableTrainer):
         self._report_broken_pushes()
 
     def _report_broken_pushes(self) -> None:
-        jobs = self.push_in_progress.jobs if self.push_in_progress else []
+        jobs: Any = self.push_in_progress.jobs if self.push_in_progress else []
         for error in filter(None, (job.exception() for job in jobs if job.done())):
             logger.warning(f"An upload during the training failed: {reason_of(error)}. The next one sends everything.")
-        self.push_in_progress = PushInProgress([job for job in jobs if not job.done()])
+        jobs = [job for job in jobs if not job.done()]
+        self.push_in_progress = PushInProgress(jobs)
