@@ -122,28 +122,27 @@ class BestCheckpointFinder(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        best = state.best_model_checkpoint
-        if best is None or Path(best).is_dir():
-            return
-        moved = Path(str(args.output_dir), Path(best).name)
-        state.best_model_checkpoint = str(moved) if moved.is_dir() else None
-        if state.best_model_checkpoint is None:
-            logger.warning(f"The best checkpoint so far, {moved.name}, is gone: only a better one can replace it.")
+        if state.best_model_checkpoint is None and state.best_global_step:
+            best = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            if best.is_dir():
+                state.best_model_checkpoint = str(best)
+            else:
+                logger.warning(f"The best checkpoint so far, {best.name}, is gone: only a better one can replace it.")
 
 
 def forget_place(checkpoint: str | Path) -> None:
-    """Let a checkpoint's state name the best checkpoint without the path to it, which is nobody else's business.
+    """Take the path of the best checkpoint, which is nobody else's business, out of a checkpoint's state.
+
+    The step that it belongs to stays, and finds it when the run is resumed.
 
     Args:
         checkpoint (`str` or `Path`): the checkpoint's folder.
     """
     file = Path(checkpoint, TRAINER_STATE_NAME)
     state = json.loads(file.read_text(encoding="utf-8"))
-    if state["best_model_checkpoint"] is not None:
-        state["best_model_checkpoint"] = Path(state["best_model_checkpoint"]).name
-        draft = file.with_suffix(".draft")
-        draft.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        draft.replace(file)
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps({**state, "best_model_checkpoint": None}, indent=2) + "\n", encoding="utf-8")
+    draft.replace(file)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, RunError
-from entame_hf.resume import damage, last_whole_checkpoint
+from entame_hf.resume import BestCheckpointFinder, damage, last_whole_checkpoint
 from entame_hf.runs import last_checkpoint
 
 DATA = RandomImages(48)
@@ -200,16 +200,17 @@ def test_an_error_that_is_not_the_disks_is_raised_as_it_is(tmp_path):
     assert damage(tmp_path / "checkpoint-2") is None
 
 
-def test_the_best_checkpoint_of_a_run_that_was_moved(tmp_path, whole):
-    shutil.copytree(whole[1], tmp_path / "moved")
-    shutil.rmtree(tmp_path / "moved" / "checkpoint-6")
-    same_ending(train(tmp_path / "moved", resume=True), whole[0])
+def test_the_best_checkpoint_of_a_run_that_was_moved(tmp_path):
+    (tmp_path / "checkpoint-4").mkdir()
+    state = TrainerState(best_global_step=4)
+    BestCheckpointFinder().on_train_begin(arguments(tmp_path), state, None)
+    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
 
 
 def test_a_best_checkpoint_that_is_gone_costs_no_training(tmp_path, whole, warnings):
     shutil.copytree(whole[1] / "checkpoint-6", tmp_path / "checkpoint-6")
     state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
-    state["best_model_checkpoint"] = "checkpoint-2"
+    state.update(best_model_checkpoint="elsewhere/checkpoint-2", best_global_step=2)
     (tmp_path / "checkpoint-6" / "trainer_state.json").write_text(json.dumps(state))
     assert train(tmp_path, resume=True, save_total_limit=1).state.global_step == 6
     assert "checkpoint-2, is gone" in warnings.text
