@@ -101,7 +101,8 @@ def test_a_push_that_stumbles_arrives_and_one_that_falls_says_how_to_go_on(tmp_p
         tmp_path,
         TRAINER,
         """
-        run = trainer("model", hub_private_repo=True, hub_revision="dev", save_strategy="no", load_best_model_at_end=False)
+        once = dict(save_strategy="no", load_best_model_at_end=False)
+        run = trainer("model", hub_private_repo=True, hub_revision="dev", **once)
         run.train()
         Path("out/notes.txt").write_text("mine")
         repo = hub.repos["models", "ada/model"]
