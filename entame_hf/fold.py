@@ -16,6 +16,8 @@ from .heads import TIMM_PREFIX, base_model, is_peft, timm_model
 from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+# In float64 a head of many classes would be several times as large as itself.
+CLASSES_AT_ONCE = 64
 NO_BIAS = (
     "{path} has no bias, and the mean of its features folds into one: stock code would drop it and give other logits. "
     'Use entame_method="mei", which does not normalise features.'
@@ -64,10 +66,16 @@ def folded_parameters(
         `tuple` of weight `W / sqrt(σ̂² + ε)` and bias `b − W μ̂ / sqrt(σ̂² + ε)`, computed in float64, in the dtype
         of `weight`.
     """
-    flat = weight.detach().flatten(1).double() * torch.rsqrt(var.double() + eps)
-    shift = flat @ mean.double()
-    start = torch.zeros_like(shift) if bias is None else bias.detach().double()
-    return flat.view(weight.shape).to(weight.dtype), (start - shift).to(weight.dtype)
+    scale, mean = torch.rsqrt(var.double() + eps), mean.double()
+    folded = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    shift = torch.empty(len(weight), dtype=torch.float64, device=weight.device)
+    for start in range(0, len(weight), CLASSES_AT_ONCE):
+        rows = slice(start, start + CLASSES_AT_ONCE)
+        exact = weight.detach()[rows].flatten(1).double() * scale
+        shift[rows] = exact @ mean
+        folded[rows] = exact.view(weight[rows].shape)
+    before = torch.zeros_like(shift) if bias is None else bias.detach().double()
+    return folded, (before - shift).to(weight.dtype)
 
 
 def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

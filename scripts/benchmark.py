@@ -4,6 +4,7 @@ python scripts/benchmark.py overhead      a training step of EntameTrainer over 
 python scripts/benchmark.py energy        training steps whose error is measured over steps that are not
 python scripts/benchmark.py apply         apply_entame on a ViT-L, beyond drawing its head's numbers
 python scripts/benchmark.py import        importing entame_hf after transformers' Trainer
+python scripts/benchmark.py save          saving a ViT-B with EntameTrainer over saving it with Trainer
 python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
 """
 
@@ -13,6 +14,7 @@ import argparse
 import json
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,7 +29,14 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, apply_entame, find_heads
 from entame_hf.models import as_transformers
@@ -216,6 +225,46 @@ def import_time(options: argparse.Namespace) -> dict[str, Any]:
     return {"seconds_median": median(times), "seconds_max": max(times), "repeats": options.repeats}
 
 
+def save(options: argparse.Namespace) -> dict[str, Any]:
+    """Save a ViT-B of 1,000 classes, folded and as Trainer does, taking turns, to memory: disks have hiccups."""
+
+    def peak_memory() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+    trainers: dict[str, Any] = {}
+    for kind in (Trainer, EntameTrainer):
+        torch.manual_seed(0)
+        model = ViTForImageClassification(ViTConfig.from_dict({"num_labels": 1000}))
+        trainers[kind.__name__] = kind(model, TrainingArguments(tempfile.mkdtemp(dir="/dev/shm")))
+    head = apply_entame(trainers["EntameTrainer"].model).classifier.weight
+    pairs, peaks = [], []
+    for repeat in range(options.repeats + 1):
+        times, memory = {}, {}
+        for name in sorted(trainers, reverse=bool(repeat % 2)):
+            # Forget the peak of the other one.
+            Path("/proc/self/clear_refs").write_text("5")
+            before, start = peak_memory(), time.perf_counter()
+            trainers[name].save_model()
+            times[name], memory[name] = time.perf_counter() - start, peak_memory() - before
+        if repeat:
+            pairs.append(times)
+            peaks.append((memory["EntameTrainer"] - memory["Trainer"]) / (head.numel() * head.element_size()))
+    for trainer in trainers.values():
+        shutil.rmtree(trainer.args.output_dir)
+    ratios = [pair["EntameTrainer"] / pair["Trainer"] for pair in pairs]
+    return {
+        "seconds_trainer": median(pair["Trainer"] for pair in pairs),
+        "seconds_entame_trainer": median(pair["EntameTrainer"] for pair in pairs),
+        "ratio_median": median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "extra_heads_in_memory_median": median(peaks),
+        "extra_heads_in_memory_max": max(peaks),
+        "repeats": options.repeats,
+    }
+
+
 def cpu_layout(options: argparse.Namespace) -> dict[str, Any]:
     """Time a training step of several families in both memory formats, taking turns."""
     results = {}
@@ -253,6 +302,7 @@ def main() -> None:
         "energy": energy,
         "apply": apply,
         "import": import_time,
+        "save": save,
         "cpu_layout": cpu_layout,
     }
     parser.add_argument("what", choices=measurements)
