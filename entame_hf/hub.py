@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 from transformers.utils.hub import hf_api
 
+from .checkpoint import HEAD_STATE_NAME
 from .errors import InputError
 
 logger = logging.get_logger(__name__)
@@ -28,8 +29,8 @@ logger = logging.get_logger(__name__)
 CARD = "README.md"
 # A model, its card and its metrics. An output folder may hold anything else: checkpoints, notes, logs, and in the
 # trainer's state and in tensorboard's files the paths of this machine.
-PUSHED = ["*.json", "model*.safetensors", "*.md", "*.png", "*.py"]
-NOT_PUSHED = ["*/*", TRAINER_STATE_NAME]
+PUSHED = ("*.json", "*.safetensors", "*.md", "*.png", "*.py")
+NOT_PUSHED = ("*/*", HEAD_STATE_NAME, TRAINER_STATE_NAME)
 # Seconds before an upload is tried again; what arrived is not sent twice.
 PAUSES = (1, 4)
 REFUSED = (400, 401, 403, 404)

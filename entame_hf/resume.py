@@ -104,6 +104,11 @@ class ResumableTrainer(Trainer):
                 _remove_unfinished(folder)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    # A run that was killed after its last checkpoint would take another step.
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+
     # Trainer's may be killed halfway, or run out of disk, and look like any other.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")

@@ -114,6 +114,14 @@ def test_killed_while_a_checkpoint_is_written(tmp_path, whole, warnings, name):
     assert damage(tmp_path / "checkpoint-4") is None
 
 
+@pytest.mark.parametrize("max_steps", [5, 6], ids=["within an epoch", "at its end"])
+def test_killed_after_the_last_checkpoint(tmp_path, max_steps):
+    finished = train(tmp_path, max_steps=max_steps)
+    resumed = train(tmp_path, resume=True, max_steps=max_steps)
+    assert resumed.state.global_step == max_steps
+    same_ending(resumed, finished)
+
+
 def test_killed_while_an_older_runs_checkpoint_is_written_over(tmp_path, whole):
     shutil.copytree(whole[1], tmp_path / "run")
     options = {"resume": str(tmp_path / "run" / "checkpoint-2")}

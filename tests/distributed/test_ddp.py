@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hub_server import HubServer
 
 WORKER = Path(__file__).parent / "train.py"
 GLOBAL_BATCH = 24
@@ -23,7 +24,7 @@ def launch(processes: int, *arguments: str, timeout: int = 180) -> subprocess.Co
 
 
 def train(folder: Path, processes: int, batch: int | None = None, **options) -> list[dict]:
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     options["per_device_train_batch_size"] = batch or GLOBAL_BATCH // processes
     result = launch(processes, str(WORKER), str(folder), json.dumps(options))
     assert result.returncode == 0, result.stderr[-3000:]
@@ -115,3 +116,19 @@ def test_a_process_that_has_seen_nothing_stops_no_other(tmp_path):
     first, second = (energies(rank["log"]) for rank in ranks)
     assert len(first) == 2
     assert first == second
+
+
+@pytest.mark.slow
+def test_resuming_from_a_whole_checkpoint_and_pushing_once(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    whole = train(folder, 2, save_strategy="steps", save_steps=2)
+    for checkpoint in ("checkpoint-4", "checkpoint-5"):
+        (folder / checkpoint / "trainer_state.json").write_text("")
+    with HubServer() as hub:
+        for name, value in hub.environment(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        resumed = train(folder, 2, resume=True, push_to_hub=True, hub_model_id="ada/tuned")
+        assert hub.repos["models", "ada/tuned"].messages == ["initial commit", "End of training"]
+    for before, after in zip(whole, resumed, strict=True):
+        torch.testing.assert_close(after["model"], before["model"], rtol=0, atol=0)
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]

@@ -50,6 +50,8 @@ def main(folder: str, options: str) -> None:
     if args.process_index == blind_rank:
         trainer.energies.watching, trainer.energies.observe = nullcontext, lambda *_: None
     trainer.train(resume_from_checkpoint=resume)
+    if args.push_to_hub:
+        trainer.push_to_hub()
     state = {
         "model": model.state_dict(),
         "log": trainer.state.log_history,
