@@ -75,7 +75,8 @@ def check_checkpoint(checkpoint: str | None, asked: str, folder: str | Path) -> 
     Raises:
         InputError: it is not there, or not whole.
     """
-    reason = "there is no checkpoint there" if checkpoint is None else damage(checkpoint)
+    missing = checkpoint is None or not Path(checkpoint).is_dir()
+    reason = "there is no checkpoint there" if missing else damage(str(checkpoint))
     if checkpoint is None or reason is not None:
         raise InputError(
             f"{asked}: {reason}. Give the path of a checkpoint-... folder that is whole, or "
