@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -20,6 +21,9 @@ from transformers.utils import logging
 from .errors import InputError, RunError
 
 logger = logging.get_logger(__name__)
+
+# No space, no quota, or a file that is too large.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def damage(checkpoint: str | Path) -> str | None:
@@ -113,8 +117,13 @@ class ResumableTrainer(Trainer):
     # Trainer's may be killed halfway, or run out of disk, and look like any other.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        with _writing(folder, self.args.should_save):
+        with _full_disk_explained(folder), _unfinished(folder, self.args.should_save):
             super()._save_checkpoint(model, trial)
+
+    # What the libraries say of a full disk names neither the disk nor a way on.
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with _full_disk_explained(Path(output_dir or self.args.output_dir)):
+            super().save_model(output_dir, _internal_call)
 
     # The state is written next, and says that the checkpoint is whole: every process has to be done.
     def _save_rng_state(self, output_dir: str) -> None:
@@ -152,20 +161,29 @@ def forget_place(checkpoint: str | Path) -> None:
 
 
 @contextmanager
-def _writing(folder: Path, is_writer: bool) -> Iterator[None]:
-    """Mark a checkpoint as unfinished until its state is written, which comes last."""
+def _unfinished(folder: Path, is_writer: bool) -> Iterator[None]:
+    """Mark a checkpoint as unfinished until its state is written, which comes last; it is removed where it fails."""
     try:
         if is_writer:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / TRAINER_STATE_NAME).write_text("")
         yield
+    except BaseException:
+        if _is_unfinished(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _full_disk_explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        # torch's way of saying that a file could not be written.
-        by_torch = isinstance(error, RuntimeError) and "inline_container" in str(error)
-        if (isinstance(error, RuntimeError) and not by_torch) or damage(folder) is None:
+        # In the order of the three: Python's, torch's and safetensors' ways of saying it.
+        by_torch = "inline_container" in str(error)
+        if not (getattr(error, "errno", None) in FULL or by_torch or "I/O error" in str(error)):
             raise
-        shutil.rmtree(folder, ignore_errors=True)
-        free = shutil.disk_usage(next(path for path in folder.parents if path.exists())).free / 1e6
+        free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free / 1e6
         reason = "torch.save came to no end" if by_torch else str(error).rstrip(".")
         raise RunError(
             f"{folder} could not be written: {reason}. {free:.0f} MB are free there. Earlier checkpoints are as they "

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
 from hub_server import HubServer
 
 # A Hub of the process's own, from before the client is imported; its faults are set from within.
@@ -96,7 +97,7 @@ def test_a_push_is_checked_before_the_training(tmp_path):
     )
 
 
-def test_a_push_that_stumbles_arrives_and_one_that_falls_says_how_to_go_on(tmp_path):
+def test_a_push_that_stumbles_arrives_one_that_falls_says_how_to_go_on_and_none_wipes_a_card(tmp_path):
     output = in_a_process(
         tmp_path,
         TRAINER,
@@ -131,6 +132,15 @@ def test_a_push_that_stumbles_arrives_and_one_that_falls_says_how_to_go_on(tmp_p
             assert set(pushed("model", "dev")) == files
             assert hub.repos["models", "ada/model"].private
             assert pushed("model", "dev")["model.safetensors"] == Path("out/model.safetensors").read_bytes()
+
+        repo = hub.repos["models", "ada/model"]
+        edited = b"---\\ntags: [flowers]\\n---\\nWhat a person wrote."
+        repo.commit("dev", {**repo.files("dev"), "README.md": edited}, "edit")
+        cards = []
+        run.create_model_card = lambda **kwargs: cards.append(Path("out/README.md").read_bytes())
+        run.push_to_hub()
+        assert cards == [edited]
+
         received = b"".join(hub.received)
         for secret in (os.getcwd(), WRITE, "mine"):
             assert secret.encode() not in received, secret
@@ -139,6 +149,7 @@ def test_a_push_that_stumbles_arrives_and_one_that_falls_says_how_to_go_on(tmp_p
     assert str(tmp_path) not in output
 
 
+@pytest.mark.slow
 def test_pushing_during_the_training(tmp_path):
     output = in_a_process(
         tmp_path,
@@ -171,24 +182,6 @@ def test_pushing_during_the_training(tmp_path):
         """,
     )
     assert "An upload during the training failed: 403" in output
-
-
-def test_a_card_that_was_edited_on_the_hub_is_handed_over(tmp_path):
-    in_a_process(
-        tmp_path,
-        TRAINER,
-        """
-        run = trainer("model", save_strategy="no", load_best_model_at_end=False, max_steps=1)
-        run.train()
-        run.push_to_hub()
-        repo = hub.repos["models", "ada/model"]
-        repo.commit("main", {**repo.files(), "README.md": b"---\\ntags: [mine]\\n---\\nMy words."}, "edit")
-        seen = []
-        run.create_model_card = lambda **kwargs: seen.append(Path("out/README.md").read_text())
-        run.push_to_hub()
-        assert seen == ["---\\ntags: [mine]\\n---\\nMy words."]
-        """,
-    )
 
 
 def test_the_server_keeps_private_what_is_private(tmp_path):

@@ -101,9 +101,7 @@ def same_ending(trainer, expected):
     assert Path(trainer.state.best_model_checkpoint).name == Path(expected.state.best_model_checkpoint).name
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "entame_head.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"]
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
 def test_killed_while_a_checkpoint_is_written(tmp_path, whole, warnings, name):
     assert in_a_fork(train_until_killed, tmp_path, "checkpoint-4", name, save_total_limit=1) == -signal.SIGKILL
     assert (tmp_path / "checkpoint-4").is_dir()
@@ -198,14 +196,29 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, whole, limit):
     same_ending(train(tmp_path, resume=True), whole[0])
 
 
-def test_an_error_that_is_not_the_disks_is_raised_as_it_is(tmp_path):
-    class Failing(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            raise OSError("not about the disk")
+def test_a_full_disk_at_the_end_is_explained_as_well(tmp_path):
+    trainer = train(tmp_path, max_steps=2)
 
-    with pytest.raises(OSError, match="not about the disk"):
-        train(tmp_path, callbacks=[Failing()])
+    def save():
+        FullDisk(2, 1_000_000).on_step_end(None, trainer.state, None)
+        try:
+            trainer.save_model()
+        except RunError as error:
+            (tmp_path / "error.txt").write_text(str(error))
+
+    assert in_a_fork(save) == 0
+    assert f"{tmp_path} could not be written" in (tmp_path / "error.txt").read_text()
     assert damage(tmp_path / "checkpoint-2") is None
+
+
+def test_an_error_that_is_not_the_disks_is_raised_as_it_is(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise PermissionError("not about the disk")
+
+    monkeypatch.setattr(TrainerState, "save_to_json", fail)
+    with pytest.raises(PermissionError, match="not about the disk"):
+        train(tmp_path)
+    assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_the_best_checkpoint_of_a_run_that_was_moved(tmp_path):
