@@ -115,7 +115,8 @@ def test_a_push_that_stumbles_arrives_one_that_falls_says_how_to_go_on_and_none_
         assert repo.messages == ["initial commit"] + ["End of training"] * 3
         assert set(pushed("model")) == {".gitattributes"}
         files = {".gitattributes", "README.md", "config.json", "eval_results.json", "model.safetensors"}
-        assert set(pushed("model", "dev")) == files
+        assert files <= set(pushed("model", "dev"))
+        assert not {"notes.txt", "entame_head.safetensors", "training_args.bin"} & set(pushed("model", "dev"))
 
         for fault in (403, "drop"):
             del hub.repos["models", "ada/model"]
@@ -129,7 +130,7 @@ def test_a_push_that_stumbles_arrives_one_that_falls_says_how_to_go_on_and_none_
             assert not any(secret in message for secret in (os.getcwd(), WRITE)), message
             hub.faults.clear()
             subprocess.run(message.splitlines()[-1], shell=True, check=True, env={**os.environ, "HF_HUB_OFFLINE": "0"})
-            assert set(pushed("model", "dev")) == files
+            assert files <= set(pushed("model", "dev"))
             assert hub.repos["models", "ada/model"].private
             assert pushed("model", "dev")["model.safetensors"] == Path("out/model.safetensors").read_bytes()
 
