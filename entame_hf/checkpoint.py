@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from .heads import find_heads, num_classes, timm_model
 from .patch import applied_config, mark_applied, mark_trained, set_feature_norm
 
 HEAD_STATE_NAME = "entame_head.safetensors"
+
+# Reading what is installed takes as long as a twentieth of saving a ViT-B.
+_version = cache(version)
 
 
 def save_head_state(
@@ -122,7 +126,7 @@ def adaptation_record(model: nn.Module, method: str | None, learning_rate: float
         "phi_w": config.weight_variance(classes, learning_rate),
         "learning_rate": learning_rate,
         "num_labels": classes,
-        "versions": {package: version(package) for package in ("entame-hf", "timm", "torch", "transformers")},
+        "versions": {package: _version(package) for package in ("entame-hf", "timm", "torch", "transformers")},
     }
 
 
