@@ -23,6 +23,7 @@ quality: .venv/dev  ## Format, lint and types
 bench: .venv/demo  ## What ENTAME costs here; the step's overhead needs a GPU
 	$(BIN)/python scripts/benchmark.py import
 	$(BIN)/python scripts/benchmark.py apply
+	$(BIN)/python scripts/benchmark.py save
 	$(KEEP_MEMORY) $(BIN)/python scripts/benchmark.py cpu_layout
 
 # One stamp an extra: it is as new as the requirements it was installed from.
