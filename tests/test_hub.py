@@ -135,12 +135,11 @@ def test_a_push_that_stumbles_arrives_one_that_falls_says_how_to_go_on_and_none_
             assert pushed("model", "dev")["model.safetensors"] == Path("out/model.safetensors").read_bytes()
 
         repo = hub.repos["models", "ada/model"]
-        edited = b"---\\ntags: [flowers]\\n---\\nWhat a person wrote."
+        edited = repo.files("dev")["README.md"] + b"\\nWords of a person.\\n"
         repo.commit("dev", {**repo.files("dev"), "README.md": edited}, "edit")
-        cards = []
-        run.create_model_card = lambda **kwargs: cards.append(Path("out/README.md").read_bytes())
         run.push_to_hub()
-        assert cards == [edited]
+        assert b"Words of a person." in pushed("model", "dev")["README.md"]
+        assert b"ENTAME" in pushed("model", "dev")["README.md"]
 
         received = b"".join(hub.received)
         for secret in (os.getcwd(), WRITE, "mine"):

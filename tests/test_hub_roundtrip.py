@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -157,6 +158,9 @@ def test_from_the_hub_to_the_hub(tmp_path, hub, kind, write_model):
     assert shared <= {name for name in files if "/" not in name}
     assert not {"trainer_state.json", "training_args.bin", "entame_head.safetensors"} & set(files)
     assert "last-checkpoint/optimizer.pt" in files
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", files["README.md"].decode())
+    assert pictures
+    assert set(pictures) <= set(files)
 
     results = json.loads(files["eval_results.json"])
     history = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
