@@ -31,7 +31,7 @@ MEAN, STD = [0.4, 0.5, 0.6], [0.3, 0.25, 0.35]
 
 
 def write_timm_model(folder: Path) -> None:
-    wrapper = as_transformers(timm.create_model("regnetx_006", num_classes=1000)).train()
+    wrapper = as_transformers(timm.create_model("resnet14t", num_classes=1000)).train()
     with torch.no_grad():
         for _ in range(20):
             # A pretrained model's running statistics fit its weights.
