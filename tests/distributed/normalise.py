@@ -42,4 +42,5 @@ def main(sizes: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    for sizes in json.loads(sys.argv[1]):
+        main(sizes)
