@@ -6,12 +6,14 @@ python scripts/benchmark.py apply         apply_entame on a ViT-L, beyond drawin
 python scripts/benchmark.py import        importing entame_hf after transformers' Trainer
 python scripts/benchmark.py save          saving a ViT-B with EntameTrainer over saving it with Trainer
 python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
+python scripts/benchmark.py throughput    images a second from the device, by Trainer's usual transforms, and by ours
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import shlex
 import shutil
@@ -27,6 +29,7 @@ from typing import Any
 import timm
 import torch
 import transformers
+from throughput import throughput
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -304,11 +307,22 @@ def main() -> None:
         "import": import_time,
         "save": save,
         "cpu_layout": cpu_layout,
+        "throughput": throughput,
     }
     parser.add_argument("what", choices=measurements)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=50, help="steps a run is timed over")
     parser.add_argument("--batch", type=int, default=256, help="images a step")
+    parser.add_argument("--batch", type=int, default=256)
+    feeding = parser.add_argument_group("throughput")
+    feeding.add_argument("--models", nargs="+", default=["resnet50", "vit_small_patch16_224"])
+    feeding.add_argument("--size", type=int, default=224, help="side of the model's images")
+    feeding.add_argument("--compile", action="store_true", help="train with torch.compile")
+    feeding.add_argument("--images", type=int, default=12800, help="images of an epoch")
+    feeding.add_argument("--epochs", type=int, default=4, help="epochs on the device and of ours")
+    feeding.add_argument("--augmentations", nargs="+", default=["flip", "random_resized_crop"])
+    feeding.add_argument("--workers", nargs="*", type=int, default=[0, 4, os.cpu_count()], help="of the usual way")
+    feeding.add_argument("--usual_steps", type=int, default=8, help="steps that the usual way is timed over")
     parser.add_argument("--results", type=Path, help="file that the JSON line is appended to")
     options = parser.parse_args()
     line = {

@@ -33,16 +33,16 @@ from entame_hf.callbacks import EarlyEvaluation
 from entame_hf.cli import FILES, OptionParser
 from entame_hf.data import (
     AUGMENTATIONS,
+    Augmentation,
     ClassificationDataset,
+    Preparation,
     Splits,
     channel_statistics,
-    evaluation_transform,
     load_splits,
     output_size,
     set_image_size,
     set_normalization,
     split_dataset,
-    training_transform,
     update_pretrained_cfg,
 )
 from entame_hf.demo import demo_dataset, demo_model
@@ -118,6 +118,15 @@ class DataArguments:
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many images at most."})
     augmentation: str = field(
         default="flip", metadata={"help": "What is done to training images.", "choices": list(AUGMENTATIONS)}
+    )
+    mixup_alpha: float = field(
+        default=0.0, metadata={"help": "Blend each image with another by a share from Beta(α, α); 0 is off."}
+    )
+    cutmix_alpha: float = field(
+        default=0.0, metadata={"help": "Put a box of another image into each, its area from Beta(α, α); 0 is off."}
+    )
+    image_cache_gb: float = field(
+        default=32.0, metadata={"help": "Disk space for prepared images; 0 decodes each in every epoch."}
     )
 
 
@@ -234,16 +243,27 @@ def prepare_data(
         processor = set_image_size(processor, model_args.image_size)
     check_input_size(model, output_size(processor))
     columns = (splits.image_column, splits.label_column)
-    train = ClassificationDataset(splits.train, *columns, evaluation_transform(processor))
+    augmentation = Augmentation(data_args.augmentation, data_args.mixup_alpha, data_args.cutmix_alpha, args.seed)
+    train = ClassificationDataset(
+        splits.train,
+        *columns,
+        Preparation(processor, exact=False, whole=augmentation.crops),
+        augmentation,
+        cache_gb=data_args.image_cache_gb,
+    )
     if model_args.normalization == "dataset":
-        statistics = channel_statistics(train, processor, args.dataloader_num_workers)
-        processor = set_normalization(processor, *statistics)
+        processor = set_normalization(processor, *channel_statistics(train, processor))
+        train = train.with_processor(processor)
     if isinstance(processor, TimmWrapperImageProcessor):
         # Where timm and transformers look for a timm model's mean, std, size and crop.
         model.config.pretrained_cfg = update_pretrained_cfg(model.config.pretrained_cfg, processor)
-    train = train.with_transform(training_transform(processor, data_args.augmentation))
     evaluation = ClassificationDataset(
-        splits.evaluation, *columns, evaluation_transform(processor), name="evaluation", evaluation=True
+        splits.evaluation,
+        *columns,
+        Preparation(processor),
+        name="evaluation",
+        evaluation=True,
+        cache_gb=data_args.image_cache_gb,
     )
     return processor, train, evaluation
 

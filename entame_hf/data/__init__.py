@@ -1,28 +1,31 @@
 """Datasets in, batches out."""
 
+from .augmentation import AUGMENTATIONS, Augmentation
 from .dataset import IGNORED_LABEL, ClassificationDataset
 from .folders import load_image_folder
-from .images import UnreadableImageError, decode_image
+from .images import UnreadableImageError, decode_image, decode_pixels
+from .preparation import Preparation
 from .sources import Splits, load_splits, split_dataset
 from .statistics import channel_statistics
 from .transforms import (
-    AUGMENTATIONS,
     evaluation_transform,
     output_size,
     set_image_size,
     set_normalization,
-    training_transform,
     update_pretrained_cfg,
 )
 
 __all__ = [
     "AUGMENTATIONS",
     "IGNORED_LABEL",
+    "Augmentation",
     "ClassificationDataset",
+    "Preparation",
     "Splits",
     "UnreadableImageError",
     "channel_statistics",
     "decode_image",
+    "decode_pixels",
     "evaluation_transform",
     "load_image_folder",
     "load_splits",
@@ -30,6 +33,5 @@ __all__ = [
     "set_image_size",
     "set_normalization",
     "split_dataset",
-    "training_transform",
     "update_pretrained_cfg",
 ]

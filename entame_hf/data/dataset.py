@@ -1,16 +1,25 @@
-"""Feed images and labels to a Trainer, and skip images that can't be read."""
+"""Read images and labels of a dataset in batches, and skip images that can't be read."""
 
 import copy
+import hashlib
 import logging
+import os
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
-from PIL import Image
+from torch import Tensor
+from transformers import BaseImageProcessor
 
+from ..batches import BatchDataset
 from ..errors import InputError
-from .images import UnreadableImageError, decode_image
-from .transforms import Transform
+from .augmentation import Augmentation, Rows
+from .cache import RecordCache, this_boot
+from .columns import label_values
+from .images import UnreadableImageError
+from .preparation import Preparation
+from .records import RawBatch, Record, Recorder, threads
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +40,12 @@ class UnreadableDataError(InputError):
         super().__init__(message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip())
 
 
-class ClassificationDataset(torch.utils.data.Dataset):
-    """Give the images of a `datasets.Dataset` as a model's input.
+class ClassificationDataset(BatchDataset):
+    """Give the images of a `datasets.Dataset` as a model's input: single items, or batches at a device's pace.
+
+    [`EntameTrainer`] reads it in batches: images are decoded and prepared by threads of this process and kept in a
+    cache on disk, so that each is decoded once; augmentation and normalisation run in batches on the training
+    device. Taken item by item, as any other `Trainer` does, it gives the same images.
 
     An image that can't be read is named in one warning, flagged, and not tried again. The next one that can be
     stands in for it, so that batches stay full and of one size on every process. The flags lie in shared memory:
@@ -45,13 +58,17 @@ class ClassificationDataset(torch.utils.data.Dataset):
             The column of undecoded images.
         label_column (`str`):
             The column of class indices.
-        transform (`Callable`):
-            From an RGB `PIL.Image.Image` to a tensor.
+        preparation ([`Preparation`]):
+            What is done to each image before it is kept.
+        augmentation ([`Augmentation`], *optional*):
+            What is done to images in training. By default nothing.
         name (`str`, *optional*, defaults to `"train"`):
             What messages call this dataset.
         evaluation (`bool`, *optional*, defaults to `False`):
             Whether stand-ins are labelled -100, which the loss and the metrics leave out, so that nothing is
             counted twice.
+        cache_gb (`float`, *optional*, defaults to 32):
+            What all caches together may take on disk; 0 keeps nothing.
 
     Raises:
         InputError: From an item's access, once more than 1 % of the images could not be read.
@@ -59,8 +76,8 @@ class ClassificationDataset(torch.utils.data.Dataset):
     Example:
 
     ```python
-    >>> data = ClassificationDataset(splits.train, "image", "label", training_transform(processor))
-    >>> Trainer(model, args, train_dataset=data).train()
+    >>> data = ClassificationDataset(splits.train, "image", "label", Preparation(processor), Augmentation("flip"))
+    >>> EntameTrainer(model, args, train_dataset=data).train()
     ```
     """
 
@@ -69,57 +86,78 @@ class ClassificationDataset(torch.utils.data.Dataset):
         dataset: datasets.Dataset,
         image_column: str,
         label_column: str,
-        transform: Transform,
+        preparation: Preparation,
+        augmentation: Augmentation | None = None,
         name: str = "train",
         evaluation: bool = False,
+        cache_gb: float = 32,
     ):
         self.dataset = dataset
         self.image_column = image_column
-        self.label_column = label_column
-        self.transform = transform
+        self.labels = torch.from_numpy(label_values(dataset, label_column).to_numpy().astype(np.int64))
+        self.recorder = Recorder(preparation, augmentation, dataset.features[label_column].num_classes)
         self.name = name
         self.evaluation = evaluation
         self.unreadable = torch.zeros(len(dataset), dtype=torch.bool).share_memory_()
+        self._cache_limit = round(cache_gb * 1e9)
+        self._cache = self._open_cache()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        for step in range(len(self)):
-            read = self._read((index + step) % len(self))
-            if read is not None:
-                image, label = read
-                ignored = self.evaluation and step > 0
-                return {"pixel_values": self.transform(image), "labels": IGNORED_LABEL if ignored else label}
-        raise UnreadableDataError(f"{self.summary()}. Repair them.")
+        batch = self.finish(self.read([index], self.epoch))
+        return {name: values[0] for name, values in batch.items()}
 
-    def _read(self, index: int) -> tuple[Image.Image, int] | None:
-        if self.unreadable[index]:
-            return None
-        row = self.dataset[index]
-        try:
-            return decode_image(row[self.image_column]), row[self.label_column]
-        except UnreadableImageError as error:
-            self.unreadable[index] = True
-            logger.warning("Skipping an image that cannot be read: %s (%s)", self._describe(index), error)
-            if int(self.unreadable.sum()) > MAX_UNREADABLE_SHARE * len(self):
-                raise UnreadableDataError(
-                    f"{self.summary()}. At most {MAX_UNREADABLE_SHARE:.0%} may be: repair or remove them."
-                ) from error
-            return None
-
-    def with_transform(self, transform: Transform) -> "ClassificationDataset":
-        """Give the same images through another transform; the flags are shared.
+    def read(self, indices: list[int], epoch: int = 0, pin_memory: bool = False) -> RawBatch:
+        """Read a batch: from the cache what it has, through threads what it has not.
 
         Args:
-            transform (`Callable`):
-                From an RGB `PIL.Image.Image` to a tensor.
+            indices (`list[int]`): the rows.
+            epoch (`int`, *optional*, defaults to 0): what augmentations are drawn for.
+            pin_memory (`bool`, *optional*, defaults to `False`): whether the batch goes to a GPU next.
+
+        Returns:
+            [`RawBatch`]: the images and labels.
+
+        Raises:
+            InputError: If too many images can't be read.
+        """
+        asked = np.asarray(indices, dtype=np.int64)
+        records = torch.empty(len(asked), self.recorder.length, dtype=torch.uint8, pin_memory=pin_memory)
+        out = records.numpy()
+        whole = False
+        # A row that turns out to be unreadable sends the batch around once more.
+        while not whole:
+            rows = self._readable(asked)
+            missing = np.arange(len(rows)) if self._cache is None else self._cache.take(rows, out)
+            made = list(threads().map(self._record, rows[missing].tolist()))
+            whole = all(record is not None for record in made)
+            for position, record in zip(missing, made, strict=True):
+                if record is not None:
+                    out[position] = record
+        labels = self.labels[rows]
+        if self.evaluation:
+            labels = labels.masked_fill(torch.from_numpy(rows != asked), IGNORED_LABEL)
+        return RawBatch(records, labels, asked, epoch)
+
+    def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
+        return self.recorder.finish(batch, device)
+
+    def with_processor(self, processor: BaseImageProcessor) -> "ClassificationDataset":
+        """Give the same images prepared by another processor; the flags are shared.
+
+        Args:
+            processor ([`~transformers.BaseImageProcessor`]): the processor.
 
         Returns:
             [`ClassificationDataset`]: The other view.
         """
         other = copy.copy(self)
-        other.transform = transform
+        preparation = self.recorder.preparation.with_processor(processor)
+        other.recorder = Recorder(preparation, self.recorder.augmentation, self.recorder.num_classes)
+        other._cache = other._open_cache()
         return other
 
     def summary(self) -> str | None:
@@ -134,6 +172,66 @@ class ClassificationDataset(torch.utils.data.Dataset):
         names = [self._describe(row) for row in rows[:_NAMED]] + ["..."] * (len(rows) > _NAMED)
         return f"{len(rows):,} of {len(self):,} images could not be read and were skipped: {', '.join(names)}"
 
+    def _readable(self, rows: Rows) -> Rows:
+        """Replace rows that are known to be unreadable by the next that aren't."""
+        flags = self.unreadable.numpy()
+        if flags[rows].any():
+            if flags.all():
+                raise UnreadableDataError(f"{self.summary()}. Repair them.")
+            rows = rows.copy()
+            while (bad := flags[rows]).any():
+                rows[bad] = (rows[bad] + 1) % len(flags)
+        return rows
+
+    def _record(self, row: int) -> Record | None:
+        try:
+            record = self.recorder.record(self.dataset[row][self.image_column])
+        except UnreadableImageError as error:
+            self._flag(row, error)
+            return None
+        if self._cache is not None:
+            self._cache.put(row, record)
+        return record
+
+    def _flag(self, row: int, error: UnreadableImageError) -> None:
+        if self.unreadable[row]:
+            return
+        self.unreadable[row] = True
+        logger.warning("Skipping an image that cannot be read: %s (%s)", self._describe(row), error)
+        if int(self.unreadable.sum()) > MAX_UNREADABLE_SHARE * len(self):
+            raise UnreadableDataError(
+                f"{self.summary()}. At most {MAX_UNREADABLE_SHARE:.0%} may be: repair or remove them."
+            ) from error
+
+    def _open_cache(self) -> RecordCache | None:
+        if self._cache_limit <= 0 or not len(self):
+            return None
+        parts = [self.dataset._fingerprint, *self._file_marks(), self.recorder.preparation.key, this_boot()]
+        key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+        try:
+            return RecordCache(key, len(self), self.recorder.length, self._cache_limit)
+        except (ImportError, OSError) as error:
+            logger.warning("Images are decoded in every epoch, because the image cache cannot be used: %s", error)
+            return None
+
+    def _file_marks(self) -> list[str]:
+        """Tell the state of images that lie in files of their own, which may change under the same name."""
+        first = self.dataset[0][self.image_column]
+        if not first or first.get("bytes") is not None:
+            return []
+        images = label_values(self.dataset, self.image_column)
+        return list(
+            threads().map(_file_mark, (path for chunk in images.chunks for path in chunk.field("path").to_pylist()))
+        )
+
     def _describe(self, index: int) -> str:
         image = self.dataset[index][self.image_column] or {}
         return image.get("path") or f"row {index} of {self.name}"
+
+
+def _file_mark(path: str | None) -> str:
+    try:
+        status = os.stat(path or "")
+    except OSError:
+        return f"{path} missing"
+    return f"{path} {status.st_size} {status.st_mtime_ns}"

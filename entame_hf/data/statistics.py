@@ -1,29 +1,29 @@
 """Measure the colours of a dataset."""
 
 import torch
-from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import BaseImageProcessor
 
 from ..errors import InputError
-from .dataset import IGNORED_LABEL, ClassificationDataset
-from .transforms import evaluation_transform, set_normalization
+from .dataset import ClassificationDataset
+from .records import Recorder
+from .transforms import set_normalization
+
+_BATCH = 64
 
 
 def channel_statistics(
-    dataset: ClassificationDataset, processor: BaseImageProcessor, num_workers: int = 0
+    dataset: ClassificationDataset, processor: BaseImageProcessor
 ) -> tuple[list[float], list[float]]:
     """Measure mean and standard deviation of each channel over all pixels of a training part.
 
-    Images are resized as for evaluation; those that can't be read are skipped.
+    Images are measured as they were prepared, without augmentation; those that can't be read are skipped.
 
     Args:
         dataset ([`ClassificationDataset`]):
-            The training part; its own transform is not used.
+            The training part.
         processor ([`~transformers.BaseImageProcessor`]):
-            The model's image processor, set to the model's size.
-        num_workers (`int`, *optional*, defaults to 0):
-            Processes that decode; 0 decodes in this one.
+            The image processor that it was prepared with.
 
     Returns:
         `tuple[list[float], list[float]]`: The means and the standard deviations, for [`set_normalization`].
@@ -38,18 +38,16 @@ def channel_statistics(
     >>> processor = set_normalization(processor, *channel_statistics(train_dataset, processor))
     ```
     """
-    plain = set_normalization(processor, mean=[0.0] * 3, std=[1.0] * 3)
-    images = dataset.with_transform(evaluation_transform(plain))
-    images.evaluation = True
-    loader = DataLoader(images, batch_size=64, num_workers=num_workers, collate_fn=list)
+    images = dataset.with_processor(set_normalization(processor, mean=[0.0] * 3, std=[1.0] * 3))
+    plain = Recorder(images.recorder.preparation, None, images.recorder.num_classes)
     pixels, total, squares = 0, torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    for batch in tqdm(loader, desc="Measuring mean and std", unit="batch"):
-        for item in batch:
-            if item["labels"] != IGNORED_LABEL:
-                values = item["pixel_values"].double().flatten(1)
-                pixels += values.shape[1]
-                total += values.sum(1)
-                squares += values.square().sum(1)
+    for start in tqdm(range(0, len(dataset), _BATCH), desc="Measuring mean and std", unit="batch"):
+        batch = images.read(list(range(start, min(start + _BATCH, len(dataset)))))
+        own = ~images.unreadable[batch.rows]
+        values = plain.finish(batch)["pixel_values"][own].double().flatten(2)
+        pixels += values.shape[0] * values.shape[2]
+        total += values.sum((0, 2))
+        squares += values.square().sum((0, 2))
     if not pixels:
         raise InputError("No image can be read: mean and std cannot be measured.")
     mean = total / pixels

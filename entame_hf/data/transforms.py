@@ -6,16 +6,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.data.transforms import str_to_interp_mode
+from timm.data.transforms import MaybeToTensor
 from torch import Tensor
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 from transformers import BaseImageProcessor, TimmWrapperImageProcessor
-from transformers.image_utils import PILImageResampling, pil_torch_interpolation_mapping
 
 from ..errors import InputError
-
-AUGMENTATIONS = ("none", "flip", "random_resized_crop")
 
 Transform = Callable[[Image.Image], Tensor]
 
@@ -42,32 +39,29 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
     return partial(_process, processor)
 
 
-def training_transform(processor: BaseImageProcessor, augmentation: str = "flip") -> Transform:
-    """Build the transform for training. Its randomness is torch's.
+def pixel_transform(processor: BaseImageProcessor, tensors: bool) -> Callable[[Any], Tensor]:
+    """Build the part of a processor's work that only moves pixels: resizing and cropping.
 
     Args:
         processor ([`~transformers.BaseImageProcessor`]):
             The model's image processor.
-        augmentation (`str`, *optional*, defaults to `"flip"`):
-            `"none"`: as in evaluation. `"flip"`: the same after a random horizontal flip.
-            `"random_resized_crop"`: a random crop of random size and aspect, resized to the model's input,
-            and a random flip, then only what the processor does to values.
+        tensors (`bool`):
+            Whether the transform takes uint8 tensors (3, H, W), which are resized faster, instead of images. Some
+            processors can't; then it fails or gives other pixels.
 
     Returns:
-        `Callable`: From an RGB `PIL.Image.Image` to a float tensor (C, H, W). It can be pickled.
-
-    Raises:
-        InputError: If there is no such augmentation.
+        `Callable`: From an RGB image to a uint8 tensor (3, H, W), where the processor can be split so.
     """
-    if augmentation not in AUGMENTATIONS:
-        raise InputError(f"--augmentation {augmentation}: no such choice. Choices: {', '.join(AUGMENTATIONS)}.")
-    evaluate = evaluation_transform(processor)
-    if augmentation == "none":
-        return evaluate
-    if augmentation == "flip":
-        return v2.Compose([v2.RandomHorizontalFlip(), evaluate])
-    crop = v2.RandomResizedCrop(output_size(processor), interpolation=_interpolation(processor))
-    return v2.Compose([crop, v2.RandomHorizontalFlip(), _values_only(processor)])
+    if not isinstance(processor, TimmWrapperImageProcessor):
+        # EfficientNet's processor scales a second time where include_top is set.
+        once: dict[str, Any] = {"include_top": False} if "include_top" in processor.to_dict() else {}
+        return partial(_process, processor, do_rescale=False, do_normalize=False, **once)
+    steps = processor.val_transforms.transforms
+    steps = steps[: next(i for i, step in enumerate(steps) if isinstance(step, MaybeToTensor | v1.ToTensor))]
+    if not tensors:
+        return v2.Compose([*steps, v2.PILToTensor()])
+    # The older Resize, which timm builds with, resizes tensors as floats.
+    return v2.Compose([v2.Resize(s.size, s.interpolation) if isinstance(s, v1.Resize) else s for s in steps])
 
 
 def output_size(processor: BaseImageProcessor) -> tuple[int, int]:
@@ -189,21 +183,6 @@ def update_pretrained_cfg(pretrained_cfg: dict[str, Any], processor: TimmWrapper
 
 def _process(processor: BaseImageProcessor, image: Image.Image, **kwargs: Any) -> Tensor:
     return processor(image, return_tensors="pt", **kwargs)["pixel_values"][0]
-
-
-def _values_only(processor: BaseImageProcessor) -> Transform:
-    if isinstance(processor, TimmWrapperImageProcessor):
-        steps = processor.val_transforms.transforms
-        start = next(i for i, step in enumerate(steps) if isinstance(step, v1.ToTensor))
-        return v1.Compose(steps[start:])
-    return partial(_process, processor, do_resize=False, do_center_crop=False)
-
-
-def _interpolation(processor: BaseImageProcessor) -> v2.InterpolationMode:
-    if isinstance(processor, TimmWrapperImageProcessor):
-        return str_to_interp_mode(processor.data_config["interpolation"])
-    resample = processor.to_dict().get("resample", PILImageResampling.BILINEAR)
-    return pil_torch_interpolation_mapping[PILImageResampling(resample)]
 
 
 def _rebuild(processor: BaseImageProcessor, **changes: Any) -> BaseImageProcessor:

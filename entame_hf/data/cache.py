@@ -1,0 +1,132 @@
+"""Keep prepared images, for the epochs, processes and runs that need them again."""
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import datasets
+import numpy as np
+from numpy.typing import NDArray
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_SUFFIX = ".records"
+
+
+def cache_folder() -> Path:
+    """Give the folder of all caches: `entame_hf` beside the datasets that `datasets` caches (`HF_DATASETS_CACHE`)."""
+    return Path(datasets.config.HF_DATASETS_CACHE) / "entame_hf"
+
+
+def this_boot() -> str:
+    """Identify this machine since its start: what it wrote may be lost in a crash, and no other may share it."""
+    return _BOOT.read_text() if _BOOT.exists() else str(uuid.getnode())
+
+
+class RecordCache:
+    """Keep records of equal length in a file, of which the system holds in memory what it has room for.
+
+    Processes of one machine may read and write side by side: who writes a record writes the bytes that any other
+    would, and the last of them, which are never zero, say that it is whole.
+
+    Args:
+        key (`str`): What the records are: the same key, the same records.
+        rows (`int`): How many there are.
+        length (`int`): Bytes of a record.
+        limit (`int`): Bytes that all caches in the folder may take. What no process uses is removed to make room,
+            oldest first; the rows that still find none are never kept. Half of the disk's free space is left.
+
+    Raises:
+        OSError: If the folder can't be written.
+    """
+
+    def __init__(self, key: str, rows: int, length: int, limit: int):
+        # Not on Windows.
+        import fcntl
+
+        self._arguments = (key, rows, length, limit)
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / (key + _SUFFIX)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            # Whoever uses a file holds a shared lock on it.
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+            room = limit - _make_room(folder, path, min(limit, rows * length), limit)
+            there = os.fstat(self._file).st_size // length
+            self.kept = max(there, min(rows, min(room, shutil.disk_usage(folder).free // 2) // length))
+            os.ftruncate(self._file, self.kept * length)
+            os.utime(path)
+        self._length = length
+        shape = (self.kept, length)
+        self._records: NDArray[np.uint8] = np.empty(shape, np.uint8)
+        if self.kept:
+            self._records = np.memmap(path, np.uint8, "r", shape=shape)
+        self._whole = np.zeros(rows, bool)
+        if self.kept < rows:
+            logger.warning(
+                f"The image cache keeps {self.kept:,} of {rows:,} images; the others are decoded in every epoch. "
+                f"All would take {rows * length / 1e9:.1f} GB: see --image_cache_gb and the disk of {folder}."
+            )
+
+    def __reduce__(self) -> tuple:
+        return RecordCache, self._arguments
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def take(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Copy records.
+
+        Args:
+            rows (`numpy.ndarray`): int64 (N,).
+            out (`numpy.ndarray`): uint8 (N, length), filled where a record is here.
+
+        Returns:
+            `numpy.ndarray`: the positions in `rows` whose records are not here.
+        """
+        unsure = rows[~self._whole[rows] & (rows < self.kept)]
+        if len(unsure):
+            self._whole[unsure] = self._records[unsure, -4:].any(1)
+        here = self._whole[rows]
+        if here.all():
+            # Any mode but "raise" copies straight to its place.
+            np.take(self._records, rows, axis=0, out=out, mode="clip")
+        else:
+            out[here] = self._records[rows[here]]
+        return np.flatnonzero(~here)
+
+    def put(self, row: int, record: NDArray[np.uint8]) -> None:
+        """Keep a record if there is room: uint8 (length,), the last four bytes not all zero."""
+        if row >= self.kept:
+            return
+        try:
+            # Not through the mapping: a full disk is an error here and the end of the process there.
+            os.pwrite(self._file, record.data, row * self._length)
+        except OSError as error:
+            logger.warning(f"The image cache cannot grow, and images are decoded in every epoch: {error}.")
+            self.kept = 0
+
+
+def _make_room(folder: Path, own: Path, needed: int, limit: int) -> int:
+    """Remove what nobody uses until `needed` bytes fit below the limit; tell how many bytes others take."""
+    import fcntl
+
+    others = sorted((p for p in folder.glob(f"*{_SUFFIX}") if p != own), key=lambda p: p.stat().st_mtime)
+    taken = sum(path.stat().st_size for path in others)
+    for path in others:
+        if taken + needed <= limit:
+            break
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            taken -= path.stat().st_size
+            path.unlink()
+    return taken
