@@ -25,9 +25,12 @@ class BatchDataset(Dataset):
         """Say which epoch comes next."""
         self.epoch = epoch
 
-    def read(self, indices: list[int], epoch: int, pin_memory: bool) -> Any:
-        """Read what a batch is made of to the host, in pinned memory where asked."""
+    def read(self, indices: list[int], epoch: int, device: torch.device) -> Any:
+        """Read what a batch is made of, on its way to a device."""
         raise NotImplementedError
+
+    def start_workers(self, count: int) -> None:
+        """Start processes that help to read; none by default."""
 
     def finish(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
         """Make a batch of what was read, on a device."""
@@ -72,8 +75,8 @@ class BatchMaker:
         return PendingBatch(_maker(os.getpid()).submit(self._make, indices, self.dataset.epoch))
 
     def _make(self, indices: list[int], epoch: int) -> tuple[dict[str, Tensor], Any]:
-        raw = self.dataset.read(indices, epoch, pin_memory=self._stream is not None)
         with torch.cuda.stream(self._stream) if self._stream else nullcontext(), torch.no_grad():
+            raw = self.dataset.read(indices, epoch, self.device)
             batch = self.dataset.finish(raw, self.device)
             return batch, self._stream.record_event() if self._stream else None
 
@@ -90,6 +93,10 @@ class _Rows(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> int:
         return index
 
+    # All of a batch at once, which a DataLoader asks for where it can.
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
     def set_epoch(self, epoch: int) -> None:
         self.dataset.set_epoch(epoch)
 
@@ -100,6 +107,7 @@ def batch_loader(
     device: torch.device,
     sampler: Sampler | None = None,
     drop_last: bool = False,
+    num_workers: int = 0,
 ) -> DataLoader:
     """Build a loader whose batches are made ahead, for `accelerator.prepare`.
 
@@ -109,10 +117,12 @@ def batch_loader(
         device (`torch.device`): where batches go.
         sampler (`torch.utils.data.Sampler`, *optional*): the order; by default the dataset's.
         drop_last (`bool`, *optional*, defaults to `False`): whether a smaller last batch is left out.
+        num_workers (`int`, *optional*, defaults to 0): processes that decode; 0 leaves it to threads of this one.
 
     Returns:
         `torch.utils.data.DataLoader`: gives a [`PendingBatch`] each time; call its `to(device)`.
     """
+    dataset.start_workers(num_workers)
     return DataLoader(
         _Rows(dataset),
         batch_size,

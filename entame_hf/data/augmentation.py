@@ -1,7 +1,7 @@
 """Augment batches on the training device, each image by chances that depend on nothing but seed, epoch and row."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -39,11 +39,17 @@ def chances(seed: int, epoch: int, purpose: str, rows: Rows, count: int) -> Chan
     Source: Steele, Lea and Flood, [Fast splittable pseudorandom number
     generators](https://doi.org/10.1145/2714064.2660195), 2014.
     """
-    key = np.random.SeedSequence([seed, epoch, *purpose.encode()]).generate_state(1, np.uint64)
-    x = (rows[:, None] * count + np.arange(count)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
+    x = (rows[:, None] * count + np.arange(count)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + _key(
+        seed, epoch, purpose
+    )
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((x ^ (x >> np.uint64(31))) >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
+
+
+@lru_cache
+def _key(seed: int, epoch: int, purpose: str) -> np.uint64:
+    return np.random.SeedSequence([seed, epoch, *purpose.encode()]).generate_state(1, np.uint64)[0]
 
 
 class Augmentation:

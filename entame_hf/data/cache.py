@@ -1,5 +1,6 @@
 """Keep prepared images, for the epochs, processes and runs that need them again."""
 
+import hashlib
 import os
 import shutil
 import uuid
@@ -24,6 +25,26 @@ def cache_folder() -> Path:
 def this_boot() -> str:
     """Identify this machine since its start: what it wrote may be lost in a crash, and no other may share it."""
     return _BOOT.read_text() if _BOOT.exists() else str(uuid.getnode())
+
+
+def open_cache(parts: list[str], rows: int, length: int, limit: int) -> "RecordCache | None":
+    """Open a [`RecordCache`] for this boot of this machine.
+
+    Args:
+        parts (`list[str]`): what the records depend on.
+        rows, length, limit: as for [`RecordCache`].
+
+    Returns:
+        [`RecordCache`] or `None`: `None`, after a warning, where there can be none.
+    """
+    if limit <= 0 or not rows:
+        return None
+    key = hashlib.sha256("\n".join([*parts, this_boot()]).encode()).hexdigest()[:32]
+    try:
+        return RecordCache(key, rows, length, limit)
+    except (ImportError, OSError) as error:
+        logger.warning(f"Images are decoded in every epoch, because the image cache cannot be used: {error}")
+        return None
 
 
 class RecordCache:
@@ -101,16 +122,29 @@ class RecordCache:
             out[here] = self._records[rows[here]]
         return np.flatnonzero(~here)
 
-    def put(self, row: int, record: NDArray[np.uint8]) -> None:
-        """Keep a record if there is room: uint8 (length,), the last four bytes not all zero."""
+    def put(self, row: int, record: NDArray[np.uint8]) -> bool:
+        """Keep a record if there is room.
+
+        Args:
+            row (`int`): its row.
+            record (`numpy.ndarray`): uint8 (length,), the last four bytes not all zero.
+
+        Returns:
+            `bool`: whether it is kept.
+        """
         if row >= self.kept:
-            return
+            return False
         try:
             # Not through the mapping: a full disk is an error here and the end of the process there.
-            os.pwrite(self._file, record.data, row * self._length)
+            return os.pwrite(self._file, record.data, row * self._length) == self._length
         except OSError as error:
             logger.warning(f"The image cache cannot grow, and images are decoded in every epoch: {error}.")
             self.kept = 0
+            return False
+
+    def is_complete(self) -> bool:
+        """Tell whether every row was seen to be here."""
+        return bool(self._whole.all())
 
 
 def _make_room(folder: Path, own: Path, needed: int, limit: int) -> int:

@@ -1,9 +1,9 @@
 """Read images and labels of a dataset in batches, and skip images that can't be read."""
 
 import copy
-import hashlib
 import logging
 import os
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import datasets
@@ -15,11 +15,12 @@ from transformers import BaseImageProcessor
 from ..batches import BatchDataset
 from ..errors import InputError
 from .augmentation import Augmentation, Rows
-from .cache import RecordCache, this_boot
+from .cache import RecordCache, open_cache
 from .columns import label_values
 from .images import UnreadableImageError
 from .preparation import Preparation
-from .records import RawBatch, Record, Recorder, threads
+from .records import RawBatch, Record, Recorder
+from .workers import start_workers, threads, work
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ MAX_UNREADABLE_SHARE = 0.01
 # What cross-entropy leaves out, in torch and so in transformers.
 IGNORED_LABEL = -100
 _NAMED = 5
+# Images that a worker gets at a time.
+_CHUNK = 8
 
 
 class UnreadableDataError(InputError):
@@ -101,6 +104,7 @@ class ClassificationDataset(BatchDataset):
         self.unreadable = torch.zeros(len(dataset), dtype=torch.bool).share_memory_()
         self._cache_limit = round(cache_gb * 1e9)
         self._cache = self._open_cache()
+        self._workers: ProcessPoolExecutor | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -109,33 +113,33 @@ class ClassificationDataset(BatchDataset):
         batch = self.finish(self.read([index], self.epoch))
         return {name: values[0] for name, values in batch.items()}
 
-    def read(self, indices: list[int], epoch: int = 0, pin_memory: bool = False) -> RawBatch:
-        """Read a batch: from the cache what it has, through threads what it has not.
+    def read(self, indices: list[int], epoch: int = 0, device: torch.device | None = None) -> RawBatch:
+        """Read a batch: from the cache what it has, decoded what it has not.
 
         Args:
             indices (`list[int]`): the rows.
             epoch (`int`, *optional*, defaults to 0): what augmentations are drawn for.
-            pin_memory (`bool`, *optional*, defaults to `False`): whether the batch goes to a GPU next.
+            device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes what it can.
 
         Returns:
-            [`RawBatch`]: the images and labels.
+            [`RawBatch`]: the images and labels, on the host.
 
         Raises:
             InputError: If too many images can't be read.
         """
         asked = np.asarray(indices, dtype=np.int64)
-        records = torch.empty(len(asked), self.recorder.length, dtype=torch.uint8, pin_memory=pin_memory)
-        out = records.numpy()
-        whole = False
-        # A row that turns out to be unreadable sends the batch around once more.
-        while not whole:
-            rows = self._readable(asked)
-            missing = np.arange(len(rows)) if self._cache is None else self._cache.take(rows, out)
-            made = list(threads().map(self._record, rows[missing].tolist()))
-            whole = all(record is not None for record in made)
-            for position, record in zip(missing, made, strict=True):
+        gpu = device if device is not None and device.type == "cuda" else None
+        records = torch.empty(len(asked), self.recorder.length, dtype=torch.uint8, pin_memory=gpu is not None)
+        out, rows, todo = records.numpy(), asked.copy(), np.arange(len(asked))
+        # What was decoded is in the cache in the second round; what turned out to be unreadable is replaced in it.
+        while len(todo):
+            rows[todo] = self._readable(asked[todo])
+            todo = todo if self._cache is None else self._take(rows, todo, out)
+            made = self._decode(rows[todo], gpu) if len(todo) else []
+            for position, record in zip(todo, made, strict=True):
                 if record is not None:
                     out[position] = record
+            todo = todo[[record is None for record in made]]
         labels = self.labels[rows]
         if self.evaluation:
             labels = labels.masked_fill(torch.from_numpy(rows != asked), IGNORED_LABEL)
@@ -144,6 +148,15 @@ class ClassificationDataset(BatchDataset):
     def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
         return self.recorder.finish(batch, device)
+
+    def start_workers(self, count: int) -> None:
+        """Let processes decode, unless all images are in the cache already.
+
+        Args:
+            count (`int`): how many; 0 leaves it to threads of this process.
+        """
+        if count and not self._workers and not (self._cache and self._cache.is_complete()):
+            self._workers = start_workers(self._decode_one, count)
 
     def with_processor(self, processor: BaseImageProcessor) -> "ClassificationDataset":
         """Give the same images prepared by another processor; the flags are shared.
@@ -157,7 +170,7 @@ class ClassificationDataset(BatchDataset):
         other = copy.copy(self)
         preparation = self.recorder.preparation.with_processor(processor)
         other.recorder = Recorder(preparation, self.recorder.augmentation, self.recorder.num_classes)
-        other._cache = other._open_cache()
+        other._cache, other._workers = other._open_cache(), None
         return other
 
     def summary(self) -> str | None:
@@ -172,6 +185,15 @@ class ClassificationDataset(BatchDataset):
         names = [self._describe(row) for row in rows[:_NAMED]] + ["..."] * (len(rows) > _NAMED)
         return f"{len(rows):,} of {len(self):,} images could not be read and were skipped: {', '.join(names)}"
 
+    def _take(self, rows: Rows, todo: Rows, out: Record) -> Rows:
+        assert self._cache is not None
+        if len(todo) == len(rows):
+            return self._cache.take(rows, out)
+        part = np.empty((len(todo), out.shape[1]), np.uint8)
+        missing = self._cache.take(rows[todo], part)
+        out[todo] = part
+        return todo[missing]
+
     def _readable(self, rows: Rows) -> Rows:
         """Replace rows that are known to be unreadable by the next that aren't."""
         flags = self.unreadable.numpy()
@@ -183,15 +205,36 @@ class ClassificationDataset(BatchDataset):
                 rows[bad] = (rows[bad] + 1) % len(flags)
         return rows
 
-    def _record(self, row: int) -> Record | None:
+    def _decode(self, rows: Rows, device: torch.device | None) -> list[Record | None]:
+        """Decode rows into the cache; return those that it doesn't keep, and `None` for the others."""
+        made: list[Record | None] = [None] * len(rows)
+        if device is not None:
+            on_gpu = self.recorder.records_on_gpu(self.dataset[rows][self.image_column], device)
+            done = np.flatnonzero([record is not None for record in on_gpu])
+            kept = threads().map(self._keep, rows[done].tolist(), [on_gpu[i] for i in done])
+            for i, is_kept in zip(done, kept, strict=True):
+                made[i] = None if is_kept else on_gpu[i]
+            left = np.delete(np.arange(len(rows)), done)
+        else:
+            left = np.arange(len(rows))
+        if self._workers:
+            rest = self._workers.map(work, rows[left].tolist(), chunksize=_CHUNK)
+        else:
+            rest = threads().map(self._decode_one, rows[left].tolist())
+        for i, record in zip(left, rest, strict=True):
+            made[i] = record
+        return made
+
+    def _decode_one(self, row: int) -> Record | None:
         try:
             record = self.recorder.record(self.dataset[row][self.image_column])
         except UnreadableImageError as error:
             self._flag(row, error)
             return None
-        if self._cache is not None:
-            self._cache.put(row, record)
-        return record
+        return None if self._keep(row, record) else record
+
+    def _keep(self, row: int, record: Record) -> bool:
+        return self._cache is not None and self._cache.put(row, record)
 
     def _flag(self, row: int, error: UnreadableImageError) -> None:
         if self.unreadable[row]:
@@ -204,25 +247,20 @@ class ClassificationDataset(BatchDataset):
             ) from error
 
     def _open_cache(self) -> RecordCache | None:
-        if self._cache_limit <= 0 or not len(self):
-            return None
-        parts = [self.dataset._fingerprint, *self._file_marks(), self.recorder.preparation.key, this_boot()]
-        key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
-        try:
-            return RecordCache(key, len(self), self.recorder.length, self._cache_limit)
-        except (ImportError, OSError) as error:
-            logger.warning("Images are decoded in every epoch, because the image cache cannot be used: %s", error)
-            return None
+        parts = [self.dataset._fingerprint, *self._file_marks(), self.recorder.preparation.key]
+        return open_cache(parts, len(self), self.recorder.length, self._cache_limit)
 
     def _file_marks(self) -> list[str]:
         """Tell the state of images that lie in files of their own, which may change under the same name."""
-        first = self.dataset[0][self.image_column]
+        first = self.dataset[0][self.image_column] if self._cache_limit > 0 and len(self) else None
         if not first or first.get("bytes") is not None:
             return []
         images = label_values(self.dataset, self.image_column)
-        return list(
-            threads().map(_file_mark, (path for chunk in images.chunks for path in chunk.field("path").to_pylist()))
-        )
+        paths = [path for chunk in images.chunks for path in chunk.field("path").to_pylist()]
+        return list(threads().map(_file_mark, paths))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_workers": None}
 
     def _describe(self, index: int) -> str:
         image = self.dataset[index][self.image_column] or {}

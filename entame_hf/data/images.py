@@ -11,6 +11,8 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from .jpeg import common_jpeg
+
 
 class UnreadableImageError(OSError):
     """Say that an image could not be decoded: broken, truncated, missing or no image at all."""
@@ -63,7 +65,7 @@ def decode_pixels(value: Any) -> Tensor:
     """Decode an image to the pixels that [`decode_image`] gives, faster where it is a common JPEG.
 
     Those go through libjpeg-turbo without Pillow's copies and without holding Python's lock, so that threads decode
-    side by side. Everything else, a JPEG that the fast way refuses included, goes through [`decode_image`].
+    side by side. Everything else goes through [`decode_image`].
 
     Args:
         value: as for [`decode_image`].
@@ -74,28 +76,35 @@ def decode_pixels(value: Any) -> Tensor:
     Raises:
         UnreadableImageError: If it can't be decoded.
     """
+    data = encoded_bytes(value)
+    if data is not None and common_jpeg(data):
+        try:
+            encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            return decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+        # Pillow has the last word on what can be read, and the better message.
+        except RuntimeError:
+            pass
+    return pil_to_tensor(decode_image(value if data is None else data))
+
+
+def encoded_bytes(value: Any) -> bytes | None:
+    """Give an image's file as bytes.
+
+    Args:
+        value: as for [`decode_image`].
+
+    Returns:
+        `bytes` or `None`: `None` for what is no file, or none that can be read.
+    """
     if isinstance(value, dict):
         value = value["path"] if value.get("bytes") is None else value["bytes"]
-    if isinstance(value, str | os.PathLike) and os.path.splitext(value)[1].lower() in (".jpg", ".jpeg"):
+    if isinstance(value, str | os.PathLike):
         try:
             with open(value, "rb") as file:
-                value = file.read()
-        except OSError as error:
-            raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
-    if isinstance(value, bytes) and value.startswith(b"\xff\xd8\xff"):
-        try:
-            # The header alone is read, which says what is inside and holds huge images to Pillow's limits.
-            with Image.open(BytesIO(value)) as image:
-                common = image.format == "JPEG" and image.mode in ("L", "RGB")
-            if common:
-                data = torch.frombuffer(bytearray(value), dtype=torch.uint8)
-                return decode_jpeg(data, mode=ImageReadMode.RGB, apply_exif_orientation=True)
-        except MemoryError:
-            raise
-        # Pillow has the last word on what can be read, and the better message.
-        except Exception:
-            pass
-    return pil_to_tensor(decode_image(value))
+                return file.read()
+        except OSError:
+            return None
+    return value if isinstance(value, bytes) else None
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

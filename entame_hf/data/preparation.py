@@ -10,6 +10,7 @@ from torchvision.transforms.v2.functional import InterpolationMode, pil_to_tenso
 from transformers import BaseImageProcessor
 
 from ..errors import InputError
+from .framing import Framing, find_framing
 from .transforms import Transform, evaluation_transform, output_size, pixel_transform, set_image_size
 
 # A crop of half of an image's area is then as sharp as the model's input.
@@ -38,6 +39,8 @@ class Preparation:
         output_size (`tuple[int, int]`): Height and width of the model's input.
         dtype (`torch.dtype`): uint8, or float32 where the processor can't be split.
         scale, shift (`torch.Tensor`): float32 (3, 1, 1).
+        takes_tensors (`bool`): Whether it takes uint8 tensors (3, H, W), or `PIL.Image.Image`s.
+        framing ([`Framing`] or `None`): The same work for batches on a GPU, where pixels need not be exact.
         key (`str`): What tells preparations apart: a digest of what this one makes of three images.
 
     Raises:
@@ -72,6 +75,7 @@ class Preparation:
             self._prepare, self.dtype = everything, torch.float32
             self.scale, self.shift = torch.ones(3, 1, 1), torch.zeros(3, 1, 1)
         self.takes_tensors = not exact and self.dtype == torch.uint8 and self._use_tensors(processor, probes)
+        self.framing = None if exact or self.dtype != torch.uint8 else self._find_framing(processor, probes)
         self.key = hashlib.sha256(
             b"".join(self(self.convert(probe)).contiguous().numpy().tobytes() for probe in probes)
         ).hexdigest()[:16]
@@ -89,6 +93,11 @@ class Preparation:
     def convert(self, image: Image.Image) -> Image.Image | Tensor:
         """Give an image in the form that this preparation takes."""
         return pil_to_tensor(image) if self.takes_tensors else image
+
+    def _find_framing(self, processor: BaseImageProcessor, probes: list[Image.Image]) -> Framing | None:
+        if self._canvas:
+            return Framing(self.size)
+        return find_framing(processor, probes, [self(self.convert(probe)) for probe in probes])
 
     def _agrees(self, values: Tensor, pixels: Tensor) -> bool:
         return pixels.dtype == torch.uint8 and torch.allclose(pixels * self.scale + self.shift, values, atol=1e-4)

@@ -1,7 +1,6 @@
 """Turn images into records of equal length, and batches of records into a model's input on any device."""
 
-import os
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,14 +11,19 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ..batches import single_threaded
 from .augmentation import Augmentation, Rows
-from .images import decode_image, decode_pixels
+from .framing import Framing
+from .images import decode_image, decode_pixels, encoded_bytes
+from .jpeg import common_jpeg, decode_on_gpu
 from .preparation import Preparation
+from .resampling import crop_and_resize
+from .workers import threads
 
 Record = NDArray[np.uint8]
 # A record ends with the ratio of width to height that the image had: never zero.
 _TAIL = 4
+# Of a group that is decoded together: with half-precision intermediates, under a gigabyte of the GPU's memory.
+_GROUP_PIXELS = 2**26
 
 
 @dataclass
@@ -51,6 +55,8 @@ class Recorder:
     def __init__(self, preparation: Preparation, augmentation: Augmentation | None, num_classes: int):
         self.preparation, self.augmentation, self.num_classes = preparation, augmentation, num_classes
         height, width = preparation.size
+        # On a device once: what goes there in each batch is waited for.
+        self._values = cache(lambda device: (preparation.scale.to(device), preparation.shift.to(device)))
         self.length = 3 * height * width * preparation.dtype.itemsize + _TAIL
 
     def record(self, value: Any) -> Record:
@@ -66,10 +72,39 @@ class Recorder:
             UnreadableImageError: If it can't be decoded.
         """
         image = decode_pixels(value) if self.preparation.takes_tensors else decode_image(value)
-        width, height = image.size if isinstance(image, Image.Image) else image.shape[:0:-1]
+        height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[1:]
+        return self._record(self.preparation(image).contiguous().numpy().reshape(-1), (height, width))
+
+    def records_on_gpu(self, values: list[Any], device: torch.device) -> list[Record | None]:
+        """Decode and prepare many images on a GPU: those that nvJPEG can be trusted with.
+
+        Args:
+            values (`list`): each as for [`decode_image`].
+            device (`torch.device`): a CUDA device.
+
+        Returns:
+            `list`: uint8 (length,) or `None` each: what is `None` is left to [`~Recorder.record`].
+        """
+        records: list[Record | None] = [None] * len(values)
+        framing = self.preparation.framing
+        if framing is None:
+            return records
+        files = [file or b"" for file in threads().map(encoded_bytes, values)]
+        headers = [common_jpeg(file) for file in files]
+        sizes = {i: (h.height, h.width) for i, h in enumerate(headers) if h and h.upright}
+        for group in _of_similar_size(sizes):
+            images = decode_on_gpu([files[i] for i in group], device)
+            if images is None:
+                continue
+            pixels = _prepare_together(images, framing).cpu().flatten(1).numpy()
+            for i, row in zip(group, pixels, strict=True):
+                records[i] = self._record(row, sizes[i])
+        return records
+
+    def _record(self, pixels: NDArray[Any], size: tuple[int, int]) -> Record:
         record = np.empty(self.length, np.uint8)
-        record[:-_TAIL] = self.preparation(image).contiguous().numpy().reshape(-1).view(np.uint8)
-        record[-_TAIL:] = np.array([width / height], np.float32).view(np.uint8)
+        record[:-_TAIL] = pixels.view(np.uint8)
+        record[-_TAIL:] = np.array([size[1] / size[0]], np.float32).view(np.uint8)
         return record
 
     def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -90,20 +125,34 @@ class Recorder:
         augmentation = self.augmentation
         if augmentation:
             pixels = augmentation(pixels, ratios, self.preparation.output_size, batch.rows, batch.epoch)
-        values = torch.addcmul(self.preparation.shift.to(device), pixels, self.preparation.scale.to(device))
+        scale, shift = self._values(torch.device(device))
+        values = torch.addcmul(shift, pixels, scale)
         if augmentation and augmentation.mixes:
             values, labels = augmentation.mix(values, labels, self.num_classes, batch.rows, batch.epoch)
         return {"pixel_values": values, "labels": labels}
 
 
-def threads() -> ThreadPoolExecutor:
-    """Give this process's threads for decoding, one a core that is its own, those of other ranks left to them."""
-    return _threads(os.getpid())
+def _of_similar_size(sizes: dict[int, tuple[int, int]]) -> Iterator[list[int]]:
+    """Group images so that each group, padded to its largest, stays small."""
+    group: list[int] = []
+    height = width = 0
+    for i in sorted(sizes, key=lambda i: sizes[i]):
+        height, width = max(height, sizes[i][0]), max(width, sizes[i][1])
+        if group and (len(group) + 1) * height * width > _GROUP_PIXELS:
+            yield group
+            group, (height, width) = [], sizes[i]
+        group.append(i)
+    if group:
+        yield group
 
 
-# A process that was forked has none of its parent's threads.
-@cache
-def _threads(process: int) -> ThreadPoolExecutor:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return ThreadPoolExecutor(max(1, cores // ranks), "decode", initializer=single_threaded)
+def _prepare_together(images: list[Tensor], framing: Framing) -> Tensor:
+    """Pad images to a batch and cut and resize each as the framing says: uint8 (N, 3, *size)."""
+    device = images[0].device
+    sizes = torch.tensor([image.shape[1:] for image in images])
+    boxes = torch.tensor([framing.box(*size) for size in sizes.tolist()])
+    padded = images[0].new_zeros(len(images), 3, *sizes.amax(0).tolist())
+    places = [whole[:, :height, :width] for whole, (height, width) in zip(padded, sizes.tolist(), strict=True)]
+    torch._foreach_copy_(places, images)
+    given = crop_and_resize(padded, boxes.to(device), framing.size, framing.filter, sizes.to(device))
+    return given.round().clamp(0, 255).to(torch.uint8)

@@ -1,0 +1,63 @@
+"""Threads and processes that decode images."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+
+from ..batches import single_threaded
+
+_task: Callable[[int], Any]
+
+
+def cores() -> int:
+    """Count the cores that this process may use, a fair share where several train on one machine."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def threads() -> ThreadPoolExecutor:
+    """Give this process's threads: one a core."""
+    return _threads(os.getpid())
+
+
+# A process that was forked has none of its parent's threads.
+@cache
+def _threads(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(cores(), "decode", initializer=single_threaded)
+
+
+def start_workers(task: Callable[[int], Any], count: int) -> ProcessPoolExecutor | None:
+    """Fork processes that run one task: Pillow and processors hold Python's lock for most of a small image's time.
+
+    Args:
+        task (`Callable`): from a row to what is pickled back; forked processes have it as it is now.
+        count (`int`): the number of processes.
+
+    Returns:
+        `concurrent.futures.ProcessPoolExecutor` or `None`: for [`work`]; `None` where processes can't be forked.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return None
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), initializer=_begin, initargs=(task,))
+    # The first task starts all of them: now, in the caller's thread.
+    pool.submit(int).result()
+    return pool
+
+
+def work(row: int) -> Any:
+    """Run the task of the worker that this is called in."""
+    return _task(row)
+
+
+def _begin(task: Callable[[int], Any]) -> None:
+    global _task
+    _task = task
+    # Ctrl-C is the main process's business, and a forked process has none of torch's threads.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
