@@ -1,9 +1,10 @@
 """Make batches ahead of a training, on its device."""
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ class BatchDataset(Dataset):
         """Say which epoch comes next."""
         self.epoch = epoch
 
+    def is_ready(self, indices: list[int]) -> bool:
+        """Tell whether rows can be read in no time."""
+        raise NotImplementedError
+
     def read(self, indices: list[int], epoch: int, device: torch.device) -> Any:
         """Read what a batch is made of, on its way to a device."""
         raise NotImplementedError
@@ -38,21 +43,30 @@ class BatchDataset(Dataset):
 
 
 class PendingBatch:
-    """Stand for a batch that is being made: `to` waits for it.
+    """Stand for a batch that is made when it is needed, or before.
 
-    accelerate moves a batch to its device when the training is about to need it, and asks for the one after it
-    first: so that one is made while the training works.
+    accelerate asks for a batch ahead of the one that it moves to its device, which is when this one is needed.
+
+    Args:
+        make (`Callable`): makes the batch on its device, and tells after which event of its stream it is there.
     """
 
-    def __init__(self, batch: Future[tuple[dict[str, Tensor], Any]]):
-        self._batch = batch
+    def __init__(self, make: Callable[[], tuple[dict[str, Tensor], Any]]):
+        self._make = make
+        self._made: tuple[dict[str, Tensor], Any] | None = None
+
+    def prepare(self) -> None:
+        """Make the batch, if it isn't made yet."""
+        if self._made is None:
+            self._made = self._make()
 
     def to(self, device: Any, non_blocking: bool = False) -> dict[str, Tensor]:
-        """Wait for the batch: `pixel_values` and `labels` on the device."""
-        batch, made = self._batch.result()
-        if made is not None:
+        """Give the batch: `pixel_values` and `labels` on a device."""
+        self.prepare()
+        batch, ready = self._made  # type: ignore[misc]
+        if ready is not None:
             current = torch.cuda.current_stream()
-            current.wait_event(made)
+            current.wait_event(ready)
             for values in batch.values():
                 # Their memory belongs to the stream that made them.
                 values.record_stream(current)
@@ -60,7 +74,10 @@ class PendingBatch:
 
 
 class BatchMaker:
-    """Collate rows into a [`PendingBatch`], made in a thread and, on CUDA, on a stream beside the training's.
+    """Collate rows into a [`PendingBatch`]: decoded in a thread, made on a CUDA stream beside the training's.
+
+    What needs no decoding is read by the training's own thread, while its device works: two threads would wait for
+    each other's Python.
 
     Args:
         dataset ([`BatchDataset`]): where rows are read.
@@ -70,15 +87,28 @@ class BatchMaker:
     def __init__(self, dataset: BatchDataset, device: torch.device):
         self.dataset, self.device = dataset, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._latest: PendingBatch | None = None
 
     def __call__(self, indices: list[int]) -> PendingBatch:
-        return PendingBatch(_maker(os.getpid()).submit(self._make, indices, self.dataset.epoch))
+        read: Callable[[], Any] = partial(self._read, indices, self.dataset.epoch)
+        if not self.dataset.is_ready(indices):
+            read = _reader(os.getpid()).submit(read).result
+        self._latest = PendingBatch(lambda: self._finish(read()))
+        return self._latest
 
-    def _make(self, indices: list[int], epoch: int) -> tuple[dict[str, Tensor], Any]:
+    def prepare(self) -> None:
+        """Make the batch that comes next, if one was asked for: best while the device has other work."""
+        if self._latest is not None:
+            self._latest.prepare()
+            self._latest = None
+
+    def _read(self, indices: list[int], epoch: int) -> Any:
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            return self.dataset.read(indices, epoch, self.device)
+
+    def _finish(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext(), torch.no_grad():
-            raw = self.dataset.read(indices, epoch, self.device)
-            batch = self.dataset.finish(raw, self.device)
-            return batch, self._stream.record_event() if self._stream else None
+            return self.dataset.finish(batch, self.device), self._stream.record_event() if self._stream else None
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -141,5 +171,5 @@ def single_threaded() -> None:
 
 # One thread, and none of a parent's in a process that was forked.
 @cache
-def _maker(process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "batch", initializer=single_threaded)
+def _reader(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "read", initializer=single_threaded)

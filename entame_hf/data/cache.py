@@ -101,6 +101,15 @@ class RecordCache:
         if hasattr(self, "_file"):
             os.close(self._file)
 
+    def has(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which of some rows are here: bool (N,)."""
+        here = self._whole[rows]
+        if not here.all():
+            unsure = rows[~here & (rows < self.kept)]
+            self._whole[unsure] = self._records[unsure, -4:].any(1)
+            here = self._whole[rows]
+        return here
+
     def take(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.int64]:
         """Copy records.
 
@@ -111,10 +120,7 @@ class RecordCache:
         Returns:
             `numpy.ndarray`: the positions in `rows` whose records are not here.
         """
-        unsure = rows[~self._whole[rows] & (rows < self.kept)]
-        if len(unsure):
-            self._whole[unsure] = self._records[unsure, -4:].any(1)
-        here = self._whole[rows]
+        here = self.has(rows)
         if here.all():
             # Any mode but "raise" copies straight to its place.
             np.take(self._records, rows, axis=0, out=out, mode="clip")

@@ -131,19 +131,21 @@ class ClassificationDataset(BatchDataset):
         gpu = device if device is not None and device.type == "cuda" else None
         records = torch.empty(len(asked), self.recorder.length, dtype=torch.uint8, pin_memory=gpu is not None)
         out, rows, todo = records.numpy(), asked.copy(), np.arange(len(asked))
-        # What was decoded is in the cache in the second round; what turned out to be unreadable is replaced in it.
+        # Each round takes from the cache what the one before put there, and the next row for one found unreadable.
         while len(todo):
             rows[todo] = self._readable(asked[todo])
-            todo = todo if self._cache is None else self._take(rows, todo, out)
-            made = self._decode(rows[todo], gpu) if len(todo) else []
-            for position, record in zip(todo, made, strict=True):
-                if record is not None:
-                    out[position] = record
-            todo = todo[[record is None for record in made]]
+            todo = self._take(rows, todo, out)
+            if gpu is not None:
+                todo, gpu = self._decode_on_gpu(rows, todo, out, gpu), None
+            todo = self._decode(rows, todo, out)
         labels = self.labels[rows]
         if self.evaluation:
             labels = labels.masked_fill(torch.from_numpy(rows != asked), IGNORED_LABEL)
         return RawBatch(records, labels, asked, epoch)
+
+    def is_ready(self, indices: list[int]) -> bool:
+        """Tell whether the cache has all of some rows."""
+        return self._cache is not None and bool(self._cache.has(self._readable(np.asarray(indices))).all())
 
     def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
@@ -186,13 +188,38 @@ class ClassificationDataset(BatchDataset):
         return f"{len(rows):,} of {len(self):,} images could not be read and were skipped: {', '.join(names)}"
 
     def _take(self, rows: Rows, todo: Rows, out: Record) -> Rows:
-        assert self._cache is not None
+        """Copy what the cache has; return which positions are left."""
+        if self._cache is None:
+            return todo
         if len(todo) == len(rows):
             return self._cache.take(rows, out)
         part = np.empty((len(todo), out.shape[1]), np.uint8)
         missing = self._cache.take(rows[todo], part)
         out[todo] = part
         return todo[missing]
+
+    def _decode_on_gpu(self, rows: Rows, todo: Rows, out: Record, device: torch.device) -> Rows:
+        """Decode on a GPU what can be; return which positions are left."""
+        if not len(todo) or self.recorder.preparation.framing is None:
+            return todo
+        left = np.ones(len(todo), bool)
+        for group, records in self.recorder.records_on_gpu(self.dataset[rows[todo]][self.image_column], device):
+            out[todo[group]] = records
+            list(threads().map(self._keep, rows[todo[group]].tolist(), records))
+            left[group] = False
+        return todo[left]
+
+    def _decode(self, rows: Rows, todo: Rows, out: Record) -> Rows:
+        """Decode in processes or threads; return which positions were not written: kept now, or unreadable."""
+        wanted = rows[todo].tolist()
+        if self._workers:
+            made = list(self._workers.map(work, wanted, chunksize=_CHUNK))
+        else:
+            made = list(threads().map(self._decode_one, wanted))
+        for position, record in zip(todo, made, strict=True):
+            if record is not None:
+                out[position] = record
+        return todo[[record is None for record in made]]
 
     def _readable(self, rows: Rows) -> Rows:
         """Replace rows that are known to be unreadable by the next that aren't."""
@@ -204,26 +231,6 @@ class ClassificationDataset(BatchDataset):
             while (bad := flags[rows]).any():
                 rows[bad] = (rows[bad] + 1) % len(flags)
         return rows
-
-    def _decode(self, rows: Rows, device: torch.device | None) -> list[Record | None]:
-        """Decode rows into the cache; return those that it doesn't keep, and `None` for the others."""
-        made: list[Record | None] = [None] * len(rows)
-        if device is not None:
-            on_gpu = self.recorder.records_on_gpu(self.dataset[rows][self.image_column], device)
-            done = np.flatnonzero([record is not None for record in on_gpu])
-            kept = threads().map(self._keep, rows[done].tolist(), [on_gpu[i] for i in done])
-            for i, is_kept in zip(done, kept, strict=True):
-                made[i] = None if is_kept else on_gpu[i]
-            left = np.delete(np.arange(len(rows)), done)
-        else:
-            left = np.arange(len(rows))
-        if self._workers:
-            rest = self._workers.map(work, rows[left].tolist(), chunksize=_CHUNK)
-        else:
-            rest = threads().map(self._decode_one, rows[left].tolist())
-        for i, record in zip(left, rest, strict=True):
-            made[i] = record
-        return made
 
     def _decode_one(self, row: int) -> Record | None:
         try:

@@ -73,39 +73,36 @@ class Recorder:
         """
         image = decode_pixels(value) if self.preparation.takes_tensors else decode_image(value)
         height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[1:]
-        return self._record(self.preparation(image).contiguous().numpy().reshape(-1), (height, width))
+        record = np.empty(self.length, np.uint8)
+        record[:-_TAIL] = self.preparation(image).contiguous().numpy().reshape(-1).view(np.uint8)
+        record[-_TAIL:] = np.array([width / height], np.float32).view(np.uint8)
+        return record
 
-    def records_on_gpu(self, values: list[Any], device: torch.device) -> list[Record | None]:
+    def records_on_gpu(self, values: list[Any], device: torch.device) -> Iterator[tuple[list[int], NDArray[np.uint8]]]:
         """Decode and prepare many images on a GPU: those that nvJPEG can be trusted with.
 
         Args:
             values (`list`): each as for [`decode_image`].
             device (`torch.device`): a CUDA device.
 
-        Returns:
-            `list`: uint8 (length,) or `None` each: what is `None` is left to [`~Recorder.record`].
+        Yields:
+            `tuple`: positions in `values`, and uint8 (n, length), their records. What is left out is for
+            [`~Recorder.record`].
         """
-        records: list[Record | None] = [None] * len(values)
         framing = self.preparation.framing
         if framing is None:
-            return records
+            return
         files = [file or b"" for file in threads().map(encoded_bytes, values)]
         headers = [common_jpeg(file) for file in files]
         sizes = {i: (h.height, h.width) for i, h in enumerate(headers) if h and h.upright}
         for group in _of_similar_size(sizes):
             images = decode_on_gpu([files[i] for i in group], device)
-            if images is None:
-                continue
-            pixels = _prepare_together(images, framing).cpu().flatten(1).numpy()
-            for i, row in zip(group, pixels, strict=True):
-                records[i] = self._record(row, sizes[i])
-        return records
-
-    def _record(self, pixels: NDArray[Any], size: tuple[int, int]) -> Record:
-        record = np.empty(self.length, np.uint8)
-        record[:-_TAIL] = pixels.view(np.uint8)
-        record[-_TAIL:] = np.array([size[1] / size[0]], np.float32).view(np.uint8)
-        return record
+            if images is not None:
+                pixels = _prepare_together(images, framing).flatten(1)
+                ratios = torch.tensor([[sizes[i][1] / sizes[i][0]] for i in group], device=device)
+                records = torch.cat([pixels, ratios.view(torch.uint8)], dim=1)
+                # To pinned memory, many times as fast.
+                yield group, torch.empty_like(records, device="cpu", pin_memory=True).copy_(records).numpy()
 
     def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device.
