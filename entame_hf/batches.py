@@ -127,9 +127,6 @@ class _Rows(torch.utils.data.Dataset):
     def __getitems__(self, indices: list[int]) -> list[int]:
         return indices
 
-    def set_epoch(self, epoch: int) -> None:
-        self.dataset.set_epoch(epoch)
-
 
 def batch_loader(
     dataset: BatchDataset,

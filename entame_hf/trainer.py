@@ -194,7 +194,10 @@ class EntameTrainer(ReportingTrainer, HubTrainer):
             self.args.dataloader_drop_last = asked
 
     # An epoch's last window may hold a smaller micro-batch: its mean loss counts for its examples, not for a batch.
+    # accelerate tells the epoch to the sampler or to the dataset, and to the sampler alone in several processes.
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        if self._batch_maker is not None:
+            self._batch_maker.dataset.set_epoch(int(self.state.epoch or 0))
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._micro_batches = [find_batch_size(batch) or 0 for batch in batches]
         return batches, num_items

@@ -12,17 +12,24 @@ from datasets import Image as ImageFeature
 from PIL import Image
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
-from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import ViTImageProcessor
 
-import entame_hf.data.dataset as dataset_module
+import entame_hf.data.records as records_module
 from entame_hf.data import (
     ClassificationDataset,
+    Preparation,
     channel_statistics,
     set_image_size,
     set_normalization,
 )
 from entame_hf.errors import InputError
+
+PLAIN = set_normalization(set_image_size(ViTImageProcessor(), 4), [0.0] * 3, [1.0] * 3)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def png(seed: int) -> bytes:
@@ -36,7 +43,7 @@ def dataset(size: int = 300, broken=(), paths=None, **kwargs) -> ClassificationD
     images = [{"bytes": b"<html>" if i in broken else png(i), "path": (paths or {}).get(i)} for i in range(size)]
     features = Features({"image": ImageFeature(decode=False), "label": ClassLabel(names=["a", "b"])})
     rows = Dataset.from_dict({"image": images, "label": [i % 2 for i in range(size)]}, features=features)
-    return ClassificationDataset(rows, "image", "label", transform=pil_to_tensor, **kwargs)
+    return ClassificationDataset(rows, "image", "label", Preparation(PLAIN), **kwargs)
 
 
 def test_an_item_is_an_image_and_its_label():
@@ -59,7 +66,7 @@ def test_in_evaluation_stand_ins_are_not_counted():
 
 def test_nothing_readable_is_refused():
     data = dataset(3)
-    data.unreadable[:] = True
+    data.unreadable.flags[:] = True
     with pytest.raises(InputError, match="3 of 3 images"):
         data[1]
 
@@ -70,19 +77,19 @@ def test_workers_report_to_the_main_process(context, workers):
     data = dataset(broken=broken)
     loader = DataLoader(data, 50, num_workers=workers, multiprocessing_context=context)
     assert sum(len(batch["labels"]) for batch in loader) == 300
-    assert set(data.unreadable.nonzero().flatten().tolist()) == broken
+    assert set(data.unreadable.flags.nonzero().flatten().tolist()) == broken
     assert data.summary() == "2 of 300 images could not be read and were skipped: row 5 of train, row 250 of train"
 
 
 def test_each_unreadable_image_is_decoded_and_named_once(caplog, monkeypatch):
     decoded = []
-    original = dataset_module.decode_image
-    monkeypatch.setattr(dataset_module, "decode_image", lambda value: decoded.append(value) or original(value))
+    original = records_module.decode_image
+    monkeypatch.setattr(records_module, "decode_image", lambda value: decoded.append(value) or original(value))
     data = dataset(200, broken={7, 9}, paths={9: "pets/b.jpg"}, name="validation")
     for _ in range(3):
         data[7], data[9]
-    # 7, then 8 for it, and 9, then 10; afterwards the stand-ins alone.
-    assert len(decoded) == 4 + 2 * 2
+    # 7, then 8 for it, and 9, then 10; afterwards all is known.
+    assert len(decoded) == 4
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 2
     assert "row 7 of validation" in warnings[0]
@@ -94,7 +101,7 @@ def test_files_are_named_by_their_path(tmp_path: Path):
     features = Features({"image": ImageFeature(decode=False), "label": ClassLabel(names=["a"])})
     paths = [str(tmp_path / "cut.png"), str(tmp_path / "gone.png")]
     rows = Dataset.from_dict({"image": paths, "label": [0, 0]}, features=features)
-    data = ClassificationDataset(rows, "image", "label", transform=pil_to_tensor)
+    data = ClassificationDataset(rows, "image", "label", Preparation(PLAIN))
     with pytest.raises(InputError, match=f"1 of 2 images .*{tmp_path}/cut.png"):
         data[0]
     with pytest.raises(InputError, match=f"2 of 2 images .*{tmp_path}/gone.png"):
@@ -103,7 +110,7 @@ def test_files_are_named_by_their_path(tmp_path: Path):
 
 def test_up_to_one_percent_may_be_unreadable():
     data = dataset(200, broken={0, 1, 2})
-    data.unreadable[:2] = True
+    data.unreadable.flags[:2] = True
     with pytest.raises(
         InputError, match=r"3 of 200 images .* row 0 of train, row 1 of train, row 2 of train\. At most 1%"
     ):
@@ -112,7 +119,7 @@ def test_up_to_one_percent_may_be_unreadable():
 
 def test_many_unreadable_images_are_not_all_listed():
     data = dataset(10)
-    data.unreadable[:] = True
+    data.unreadable.flags[:] = True
     assert data.summary().endswith("row 3 of train, row 4 of train, ...")
     assert dataset(10).summary() is None
 
@@ -128,31 +135,26 @@ def test_a_workers_error_is_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_another_transform_shares_the_flags():
+def test_another_processor_shares_the_flags():
     data = dataset(200, broken={4})
-    other = data.with_transform(lambda image: pil_to_tensor(image).float() + 1)
+    other = data.with_processor(set_normalization(PLAIN, [0.5] * 3, [0.25] * 3))
     other[4]
-    assert data.unreadable[4]
-    assert torch.equal(other[0]["pixel_values"], data[0]["pixel_values"] + 1.0)
+    assert data.unreadable.flags[4]
+    torch.testing.assert_close(other[0]["pixel_values"], data[0]["pixel_values"] * 4 - 2)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_channel_statistics_are_those_of_all_readable_pixels(num_workers):
+def test_channel_statistics_are_those_of_all_readable_pixels():
     data = dataset(200, broken={3})
-    processor = set_image_size(ViTImageProcessor(), 4)
-    mean, std = channel_statistics(data, processor, num_workers)
-    pixels = torch.stack([data[i]["pixel_values"] for i in range(200) if i != 3]).double() / 255
+    mean, std = channel_statistics(data, set_image_size(ViTImageProcessor(), 4))
+    pixels = torch.stack([data[i]["pixel_values"] for i in range(200) if i != 3]).double()
     np.testing.assert_allclose(mean, pixels.mean((0, 2, 3)), atol=1e-6)
     np.testing.assert_allclose(std, pixels.std((0, 2, 3), correction=0), atol=1e-6)
 
 
 def test_a_dataset_is_standardised_by_its_own_statistics():
-    data = dataset(100)
     processor = set_image_size(ViTImageProcessor(), 6)
-    normalized = data.with_transform(
-        lambda image: set_normalization(processor, *statistics)(image, return_tensors="pt")["pixel_values"][0]
-    )
-    statistics = channel_statistics(data, processor)
+    data = dataset(100).with_processor(processor)
+    normalized = data.with_processor(set_normalization(processor, *channel_statistics(data, processor)))
     values = torch.stack([item["pixel_values"] for item in (normalized[i] for i in range(100))])
     torch.testing.assert_close(values.mean((0, 2, 3)), torch.zeros(3), atol=1e-4, rtol=0)
     torch.testing.assert_close(values.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-4, rtol=0)
@@ -163,7 +165,7 @@ def test_a_channel_without_contrast_is_divided_by_one():
     Image.new("RGB", (4, 4), (255, 0, 51)).save(buffer, "PNG")
     features = Features({"image": ImageFeature(decode=False), "label": ClassLabel(names=["a"])})
     rows = Dataset.from_dict({"image": [buffer.getvalue()] * 3, "label": [0] * 3}, features=features)
-    data = ClassificationDataset(rows, "image", "label", transform=pil_to_tensor)
+    data = ClassificationDataset(rows, "image", "label", Preparation(PLAIN))
     mean, std = channel_statistics(data, set_image_size(ViTImageProcessor(), 4))
     np.testing.assert_allclose(mean, [1.0, 0.0, 0.2], atol=1e-6)
     assert std == [1.0, 1.0, 1.0]

@@ -1,13 +1,10 @@
-"""Transforms give what the image processor gives, augmented by torch's randomness alone."""
-
-import pickle
+"""Image processors are run as they are, and set to other sizes and statistics."""
 
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
-from torchvision.transforms import v2
 from transformers import (
     BitImageProcessor,
     ConvNextImageProcessor,
@@ -23,12 +20,10 @@ from transformers import (
 )
 
 from entame_hf.data import (
-    AUGMENTATIONS,
     evaluation_transform,
     output_size,
     set_image_size,
     set_normalization,
-    training_transform,
     update_pretrained_cfg,
 )
 from entame_hf.errors import InputError
@@ -69,63 +64,6 @@ def test_evaluation_is_exactly_the_processor(processor, size, image):
     assert torch.equal(given, expected)
     assert given.shape == (3, *output_size(processor))
     assert given.dtype == torch.float32
-
-
-@each_processor
-@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
-def test_training_follows_torchs_seed_alone(processor, augmentation, image):
-    transform = training_transform(set_image_size(processor, 40), augmentation)
-    draws = []
-    for seed in (0, 0, 1, 2, 3, 4):
-        torch.manual_seed(seed)
-        np.random.seed(len(draws))
-        draws.append(transform(image))
-    assert torch.equal(draws[0], draws[1])
-    assert any(not torch.equal(draws[0], draw) for draw in draws[2:]) == (augmentation != "none")
-    assert {tuple(draw.shape) for draw in draws} == {(3, 40, 40)}
-
-
-@each_processor
-def test_flip_is_evaluation_of_the_image_or_its_mirror(processor, image):
-    evaluate, train = evaluation_transform(processor), training_transform(processor, "flip")
-    mirrored = evaluate(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT))
-    torch.manual_seed(0)
-    kept = []
-    for _ in range(8):
-        given = train(image)
-        kept.append(torch.equal(given, evaluate(image)))
-        assert kept[-1] or torch.equal(given, mirrored)
-    assert 0 < sum(kept) < 8
-
-
-@each_processor
-def test_a_random_crop_is_only_scaled_and_normalised(processor, image):
-    size = output_size(processor)
-    torch.manual_seed(0)
-    given = training_transform(processor, "random_resized_crop")(image)
-    torch.manual_seed(0)
-    bicubic = not isinstance(processor, ViTImageProcessor | ViTImageProcessorPil)
-    filter = v2.InterpolationMode.BICUBIC if bicubic else v2.InterpolationMode.BILINEAR
-    crop = v2.RandomHorizontalFlip()(v2.RandomResizedCrop(size, interpolation=filter)(image))
-    expected = evaluation_transform(set_image_size(processor, size[0]))(crop)
-    torch.testing.assert_close(given, expected, atol=1e-5, rtol=0)
-
-
-@each_processor
-@pytest.mark.parametrize("augmentation", AUGMENTATIONS)
-def test_transforms_can_be_pickled(processor, augmentation, image):
-    transform = training_transform(set_image_size(processor, 24), augmentation)
-    copy = pickle.loads(pickle.dumps(transform))
-    results = []
-    for function in (transform, copy):
-        torch.manual_seed(0)
-        results.append(function(image))
-    assert torch.equal(*results)
-
-
-def test_an_unknown_augmentation_is_named():
-    with pytest.raises(InputError, match=r"--augmentation mixup: .*none, flip, random_resized_crop"):
-        training_transform(ViTImageProcessor(), "mixup")
 
 
 @each_processor

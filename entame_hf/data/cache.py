@@ -142,7 +142,9 @@ class RecordCache:
             return False
         try:
             # Not through the mapping: a full disk is an error here and the end of the process there.
-            return os.pwrite(self._file, record.data, row * self._length) == self._length
+            os.pwrite(self._file, record.data, row * self._length)
+            # Not where a disk is full before the end, nor where mappings don't show what is written.
+            return bool(self._records[row, -4:].any())
         except OSError as error:
             logger.warning(f"The image cache cannot grow, and images are decoded in every epoch: {error}.")
             self.kept = 0

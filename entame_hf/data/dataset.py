@@ -1,7 +1,6 @@
 """Read images and labels of a dataset in batches, and skip images that can't be read."""
 
 import copy
-import logging
 import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -13,34 +12,19 @@ from torch import Tensor
 from transformers import BaseImageProcessor
 
 from ..batches import BatchDataset
-from ..errors import InputError
 from .augmentation import Augmentation, Rows
 from .cache import RecordCache, open_cache
 from .columns import label_values
 from .images import UnreadableImageError
 from .preparation import Preparation
 from .records import RawBatch, Record, Recorder
+from .unreadable import UnreadableRows
 from .workers import start_workers, threads, work
 
-logger = logging.getLogger(__name__)
-
-MAX_UNREADABLE_SHARE = 0.01
 # What cross-entropy leaves out, in torch and so in transformers.
 IGNORED_LABEL = -100
-_NAMED = 5
 # Images that a worker gets at a time.
 _CHUNK = 8
-
-
-class UnreadableDataError(InputError):
-    """Say that too many images can't be read.
-
-    A DataLoader raises a worker's error anew with the worker's traceback for a message; the line for the user
-    is the last of it.
-    """
-
-    def __init__(self, message: str):
-        super().__init__(message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip())
 
 
 class ClassificationDataset(BatchDataset):
@@ -101,7 +85,7 @@ class ClassificationDataset(BatchDataset):
         self.recorder = Recorder(preparation, augmentation, dataset.features[label_column].num_classes)
         self.name = name
         self.evaluation = evaluation
-        self.unreadable = torch.zeros(len(dataset), dtype=torch.bool).share_memory_()
+        self.unreadable = UnreadableRows(len(dataset), self._describe)
         self._cache_limit = round(cache_gb * 1e9)
         self._cache = self._open_cache()
         self._workers: ProcessPoolExecutor | None = None
@@ -133,7 +117,7 @@ class ClassificationDataset(BatchDataset):
         out, rows, todo = records.numpy(), asked.copy(), np.arange(len(asked))
         # Each round takes from the cache what the one before put there, and the next row for one found unreadable.
         while len(todo):
-            rows[todo] = self._readable(asked[todo])
+            rows[todo] = self.unreadable.replace(asked[todo])
             todo = self._take(rows, todo, out)
             if gpu is not None:
                 todo, gpu = self._decode_on_gpu(rows, todo, out, gpu), None
@@ -145,7 +129,7 @@ class ClassificationDataset(BatchDataset):
 
     def is_ready(self, indices: list[int]) -> bool:
         """Tell whether the cache has all of some rows."""
-        return self._cache is not None and bool(self._cache.has(self._readable(np.asarray(indices))).all())
+        return self._cache is not None and bool(self._cache.has(self.unreadable.replace(np.asarray(indices))).all())
 
     def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
@@ -176,16 +160,8 @@ class ClassificationDataset(BatchDataset):
         return other
 
     def summary(self) -> str | None:
-        """Tell which images could not be read so far.
-
-        Returns:
-            `str` or `None`: One line; `None` where all could.
-        """
-        rows = self.unreadable.nonzero().flatten().tolist()
-        if not rows:
-            return None
-        names = [self._describe(row) for row in rows[:_NAMED]] + ["..."] * (len(rows) > _NAMED)
-        return f"{len(rows):,} of {len(self):,} images could not be read and were skipped: {', '.join(names)}"
+        """Tell which images could not be read so far: one line, `None` where all could."""
+        return self.unreadable.summary()
 
     def _take(self, rows: Rows, todo: Rows, out: Record) -> Rows:
         """Copy what the cache has; return which positions are left."""
@@ -221,37 +197,16 @@ class ClassificationDataset(BatchDataset):
                 out[position] = record
         return todo[[record is None for record in made]]
 
-    def _readable(self, rows: Rows) -> Rows:
-        """Replace rows that are known to be unreadable by the next that aren't."""
-        flags = self.unreadable.numpy()
-        if flags[rows].any():
-            if flags.all():
-                raise UnreadableDataError(f"{self.summary()}. Repair them.")
-            rows = rows.copy()
-            while (bad := flags[rows]).any():
-                rows[bad] = (rows[bad] + 1) % len(flags)
-        return rows
-
     def _decode_one(self, row: int) -> Record | None:
         try:
             record = self.recorder.record(self.dataset[row][self.image_column])
         except UnreadableImageError as error:
-            self._flag(row, error)
+            self.unreadable.add(row, error)
             return None
         return None if self._keep(row, record) else record
 
     def _keep(self, row: int, record: Record) -> bool:
         return self._cache is not None and self._cache.put(row, record)
-
-    def _flag(self, row: int, error: UnreadableImageError) -> None:
-        if self.unreadable[row]:
-            return
-        self.unreadable[row] = True
-        logger.warning("Skipping an image that cannot be read: %s (%s)", self._describe(row), error)
-        if int(self.unreadable.sum()) > MAX_UNREADABLE_SHARE * len(self):
-            raise UnreadableDataError(
-                f"{self.summary()}. At most {MAX_UNREADABLE_SHARE:.0%} may be: repair or remove them."
-            ) from error
 
     def _open_cache(self) -> RecordCache | None:
         parts = [self.dataset._fingerprint, *self._file_marks(), self.recorder.preparation.key]

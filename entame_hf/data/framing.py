@@ -20,11 +20,13 @@ class Framing(NamedTuple):
         size (`tuple[int, int]`): Height and width of the result.
         edge (`int` or `None`): The shorter edge; `None` squashes.
         filter (`str`): `"bilinear"` or `"bicubic"`.
+        rounds (`bool`): Whether half a pixel off the middle is rounded (torchvision, timm) or dropped (transformers).
     """
 
     size: tuple[int, int]
     edge: int | None = None
     filter: str = "bicubic"
+    rounds: bool = False
 
     def box(self, height: int, width: int) -> tuple[float, float, float, float]:
         """Find what is kept of an image, in its pixels: top, left, height and width."""
@@ -33,8 +35,9 @@ class Framing(NamedTuple):
         short = min(height, width)
         resized = [int(self.edge * side / short) for side in (height, width)]
         steps = [side / after for side, after in zip((height, width), resized, strict=True)]
+        whole = round if self.rounds else int
         top, left = (
-            round((after - kept) / 2) * step for after, kept, step in zip(resized, self.size, steps, strict=True)
+            whole((after - kept) / 2) * step for after, kept, step in zip(resized, self.size, steps, strict=True)
         )
         return top, left, self.size[0] * steps[0], self.size[1] * steps[1]
 
@@ -52,7 +55,7 @@ def find_framing(processor: BaseImageProcessor, probes: list[Image.Image], prepa
     """
     size = (prepared[0].shape[1], prepared[0].shape[2])
     for edge, name in product(_edges(processor, min(size)), FILTERS):
-        framing = Framing(size, edge, name)
+        framing = Framing(size, edge, name, isinstance(processor, TimmWrapperImageProcessor))
         if all(_difference(framing, probe, pixels) < 0.5 for probe, pixels in zip(probes, prepared, strict=True)):
             return framing
     return None

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -55,8 +54,7 @@ class Recorder:
     def __init__(self, preparation: Preparation, augmentation: Augmentation | None, num_classes: int):
         self.preparation, self.augmentation, self.num_classes = preparation, augmentation, num_classes
         height, width = preparation.size
-        # On a device once: what goes there in each batch is waited for.
-        self._values = cache(lambda device: (preparation.scale.to(device), preparation.shift.to(device)))
+        self._affine: dict[str, tuple[Tensor, Tensor]] = {}
         self.length = 3 * height * width * preparation.dtype.itemsize + _TAIL
 
     def record(self, value: Any) -> Record:
@@ -122,7 +120,10 @@ class Recorder:
         augmentation = self.augmentation
         if augmentation:
             pixels = augmentation(pixels, ratios, self.preparation.output_size, batch.rows, batch.epoch)
-        scale, shift = self._values(torch.device(device))
+        # On a device once: what goes there in each batch is waited for.
+        if str(device) not in self._affine:
+            self._affine[str(device)] = self.preparation.scale.to(device), self.preparation.shift.to(device)
+        scale, shift = self._affine[str(device)]
         values = torch.addcmul(shift, pixels, scale)
         if augmentation and augmentation.mixes:
             values, labels = augmentation.mix(values, labels, self.num_classes, batch.rows, batch.epoch)

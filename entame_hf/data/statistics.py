@@ -43,7 +43,7 @@ def channel_statistics(
     pixels, total, squares = 0, torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for start in tqdm(range(0, len(dataset), _BATCH), desc="Measuring mean and std", unit="batch"):
         batch = images.read(list(range(start, min(start + _BATCH, len(dataset)))))
-        own = ~images.unreadable[batch.rows]
+        own = ~images.unreadable.flags[batch.rows]
         values = plain.finish(batch)["pixel_values"][own].double().flatten(2)
         pixels += values.shape[0] * values.shape[2]
         total += values.sum((0, 2))
