@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sklearn.metrics import accuracy_score, f1_score
+import numpy as np
+from sklearn.metrics import accuracy_score, f1_score, recall_score
 from transformers import EvalPrediction
 
-from .data import IGNORED_LABEL
+from .loss import IGNORED_LABEL
 
 Metrics = Callable[[EvalPrediction], dict[str, float]]
 
 
 def classification_metric() -> Any:
-    """Build an `evaluate.Metric` of accuracy and macro-averaged F1.
+    """Build an `evaluate.Metric` of accuracy over examples (micro) and of accuracy and F1 over classes (macro).
 
     Returns:
         `evaluate.Metric`: its `compute(predictions=..., references=...)` takes class indices and returns
-        `{"accuracy": ..., "f1_macro": ...}`, both in [0, 1].
+        `{"accuracy": ..., "accuracy_macro": ..., "f1_macro": ...}`, all in [0, 1].
 
     Example:
 
@@ -36,14 +37,17 @@ def classification_metric() -> Any:
     class ClassificationMetric(evaluate.Metric):
         def _info(self) -> evaluate.MetricInfo:
             return evaluate.MetricInfo(
-                description="Accuracy and macro-averaged F1 of a classifier.",
+                description="Accuracy over examples, and accuracy and F1 averaged over classes.",
                 citation="",
                 features=Features({"predictions": Value("int64"), "references": Value("int64")}),
             )
 
         def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
+            present = np.unique(references)
             return {
+                # Over examples: precision, recall and F1 averaged so are this number too.
                 "accuracy": float(accuracy_score(references, predictions)),
+                "accuracy_macro": float(recall_score(references, predictions, labels=present, average="macro")),
                 "f1_macro": float(f1_score(references, predictions, average="macro", zero_division=0.0)),
             }
 

@@ -32,25 +32,22 @@ from entame_hf import (
 from entame_hf.callbacks import EarlyEvaluation
 from entame_hf.cli import FILES, OptionParser
 from entame_hf.data import (
-    AUGMENTATIONS,
-    Augmentation,
-    ClassificationDataset,
-    Preparation,
+    DataArguments,
     Splits,
-    channel_statistics,
+    build_datasets,
     load_splits,
     output_size,
     set_image_size,
-    set_normalization,
     split_dataset,
     update_pretrained_cfg,
 )
+from entame_hf.data.workers import cores
 from entame_hf.demo import demo_dataset, demo_model
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
 from entame_hf.models import as_transformers, check_input_size, label_maps, load_classifier, timm_processor
 from entame_hf.runs import check_output_dir, clear_output_dir, last_checkpoint
 
-METRICS = ("loss", "accuracy", "f1_macro")
+METRICS = ("loss", "accuracy", "accuracy_macro", "f1_macro")
 LEAST = {
     "learning_rate": 0,
     "per_device_train_batch_size": 1,
@@ -96,41 +93,6 @@ class ModelArguments:
 
 
 @dataclass
-class DataArguments:
-    """Say which images are trained and evaluated on."""
-
-    dataset_name: str | None = field(default=None, metadata={"help": "An id on the Hub or a dataset's folder."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "The dataset's configuration."})
-    data_dir: str | None = field(
-        default=None,
-        metadata={"help": "Folders of images: one a class, or train/, validation/ and test/ with one a class."},
-    )
-    image_column_name: str | None = field(default=None, metadata={"help": "The column of the images."})
-    label_column_name: str | None = field(default=None, metadata={"help": "The column of the labels."})
-    train_split: str | None = field(default=None, metadata={"help": 'The split to train on; "train" by default.'})
-    eval_split: str | None = field(
-        default=None, metadata={"help": 'The split to evaluate on; "validation", else "test", by default.'}
-    )
-    test_fraction: float = field(
-        default=0.15, metadata={"help": "Share of each class set aside where no split is there to evaluate on."}
-    )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many images at most."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many images at most."})
-    augmentation: str = field(
-        default="flip", metadata={"help": "What is done to training images.", "choices": list(AUGMENTATIONS)}
-    )
-    mixup_alpha: float = field(
-        default=0.0, metadata={"help": "Blend each image with another by a share from Beta(α, α); 0 is off."}
-    )
-    cutmix_alpha: float = field(
-        default=0.0, metadata={"help": "Put a box of another image into each, its area from Beta(α, α); 0 is off."}
-    )
-    image_cache_gb: float = field(
-        default=32.0, metadata={"help": "Disk space for prepared images; 0 decodes each in every epoch."}
-    )
-
-
-@dataclass
 class RunArguments(EntameTrainingArguments):
     """Set up the run: the paper's batch of 64 and 10 epochs, evaluated and saved after each."""
 
@@ -145,6 +107,9 @@ class RunArguments(EntameTrainingArguments):
     eval_strategy: str = field(default="epoch", metadata={"help": "When to evaluate: no, steps or epoch."})
     save_strategy: str = field(default="epoch", metadata={"help": "When to save: no, steps, epoch or best."})
     save_total_limit: int | None = field(default=2, metadata={"help": "How many checkpoints are kept."})
+    dataloader_num_workers: int = field(
+        default_factory=cores, metadata={"help": "Processes that decode; by default one a core."}
+    )
     logging_steps: float = field(default=10, metadata={"help": "Steps between two lines of the log."})
 
     def __post_init__(self) -> None:
@@ -188,7 +153,7 @@ def main(argv: list[str]) -> None:
             dataset_name=data_args.dataset_name,
             dataset_config_name=data_args.dataset_config_name,
             data_dir=data_args.data_dir,
-            **split_options(data_args, args.seed),
+            **data_args.split_options(args.seed),
         )
     check_classes(model_args, splits)
     model, processor = load_classifier(
@@ -210,19 +175,6 @@ def main(argv: list[str]) -> None:
     run(trainer)
 
 
-def split_options(data_args: DataArguments, seed: int) -> dict[str, Any]:
-    return {
-        "image_column": data_args.image_column_name,
-        "label_column": data_args.label_column_name,
-        "train_split": data_args.train_split,
-        "eval_split": data_args.eval_split,
-        "test_fraction": data_args.test_fraction,
-        "max_train_samples": data_args.max_train_samples,
-        "max_eval_samples": data_args.max_eval_samples,
-        "seed": seed,
-    }
-
-
 def check_classes(model_args: ModelArguments, splits: Splits) -> None:
     if splits.train is None:
         raise InputError("No split 'train' to train on. Choose one with --train_split.")
@@ -242,18 +194,9 @@ def prepare_data(
     if model_args.image_size is not None:
         processor = set_image_size(processor, model_args.image_size)
     check_input_size(model, output_size(processor))
-    columns = (splits.image_column, splits.label_column)
-    augmentation = Augmentation(data_args.augmentation, data_args.mixup_alpha, data_args.cutmix_alpha, args.seed)
-    train = ClassificationDataset(
-        splits.train,
-        *columns,
-        Preparation(processor, exact=False, whole=augmentation.crops),
-        augmentation,
-        cache_gb=data_args.image_cache_gb,
+    train, evaluation, processor = build_datasets(
+        splits, processor, data_args, args.seed, own_statistics=model_args.normalization == "dataset"
     )
-    if model_args.normalization == "dataset":
-        processor = set_normalization(processor, *channel_statistics(train, processor))
-        train = train.with_processor(processor)
     if isinstance(processor, TimmWrapperImageProcessor):
         # Where timm and transformers look for a timm model's mean, std, size and crop.
         model.config.pretrained_cfg = update_pretrained_cfg(model.config.pretrained_cfg, processor)
@@ -293,6 +236,7 @@ def build_trainer(
             processing_class=processor,
             compute_metrics=metrics_of_predictions(),
             preprocess_logits_for_metrics=predicted_classes,
+            class_weights=train.balanced_class_weights() if data_args.class_weights == "balanced" else None,
         )
     # Trackers that are not installed, options that do not go together.
     except (ImportError, RuntimeError, ValueError) as error:
@@ -331,6 +275,8 @@ def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArgument
     args.energy_logging_steps = max(args.energy_logging_steps, 1)
     splits = split_dataset(demo_dataset(), **split_options(data_args, args.seed))
     rows, run_name = [], args.run_name
+    splits = split_dataset(demo_dataset(), **data_args.split_options(args.seed))
+    rows = []
     for method, title in DEMO_METHODS.items():
         set_seed(args.seed)
         args.entame_method, args.run_name = method, f"{run_name}-{method}"

@@ -240,7 +240,7 @@ class TestBadInput:
             ({"gradient_accumulation_steps": 0}, "--gradient_accumulation_steps"),
             ({"num_train_epochs": -1}, "--num_train_epochs"),
             ({"seed": -1}, "--seed"),
-            ({"metric_for_best_model": "auc"}, "loss, accuracy, f1_macro"),
+            ({"metric_for_best_model": "auc"}, "loss, accuracy, accuracy_macro, f1_macro"),
             ({"normalization": "bogus"}, "--normalization"),
             ({"eval_strategy": "no", "load_best_model_at_end": True}, "load_best_model_at_end"),
         ],

@@ -11,6 +11,7 @@ def test_against_the_definitions():
     result = classification_metric().compute(predictions=predictions, references=references)
     # Class 0: precision 1/2, recall 1/2; class 1: 1, 2/3; class 2: never right.
     assert result["accuracy"] == pytest.approx(3 / 5)
+    assert result["accuracy_macro"] == pytest.approx((1 / 2 + 2 / 3) / 2)
     assert result["f1_macro"] == pytest.approx((0.5 + 0.8 + 0) / 3)
 
 

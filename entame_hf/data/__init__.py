@@ -1,7 +1,8 @@
 """Datasets in, batches out."""
 
+from .arguments import DataArguments, build_datasets
 from .augmentation import AUGMENTATIONS, Augmentation
-from .dataset import IGNORED_LABEL, ClassificationDataset
+from .dataset import ClassificationDataset
 from .folders import load_image_folder
 from .images import UnreadableImageError, decode_image, decode_pixels
 from .preparation import Preparation
@@ -17,12 +18,13 @@ from .transforms import (
 
 __all__ = [
     "AUGMENTATIONS",
-    "IGNORED_LABEL",
     "Augmentation",
     "ClassificationDataset",
+    "DataArguments",
     "Preparation",
     "Splits",
     "UnreadableImageError",
+    "build_datasets",
     "channel_statistics",
     "decode_image",
     "decode_pixels",

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import BaseImageProcessor
 
 from ..batches import BatchDataset
+from ..loss import IGNORED_LABEL, balanced_class_weights
 from .augmentation import Augmentation, Rows
 from .cache import RecordCache, open_cache
 from .columns import label_values
@@ -21,8 +22,6 @@ from .records import RawBatch, Record, Recorder
 from .unreadable import UnreadableRows
 from .workers import start_workers, threads, work
 
-# What cross-entropy leaves out, in torch and so in transformers.
-IGNORED_LABEL = -100
 # Images that a worker gets at a time.
 _CHUNK = 8
 
@@ -158,6 +157,10 @@ class ClassificationDataset(BatchDataset):
         other.recorder = Recorder(preparation, self.recorder.augmentation, self.recorder.num_classes)
         other._cache, other._workers = other._open_cache(), None
         return other
+
+    def balanced_class_weights(self) -> Tensor:
+        """Weigh classes so that each counts alike: see [`~loss.balanced_class_weights`]."""
+        return balanced_class_weights(self.labels, self.recorder.num_classes)
 
     def summary(self) -> str | None:
         """Tell which images could not be read so far: one line, `None` where all could."""

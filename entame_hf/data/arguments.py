@@ -1,0 +1,101 @@
+"""The options of a script that trains on images, and the datasets that they ask for."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import BaseImageProcessor
+
+from .augmentation import AUGMENTATIONS, Augmentation
+from .dataset import ClassificationDataset
+from .preparation import Preparation
+from .sources import Splits
+from .statistics import channel_statistics
+from .transforms import set_normalization
+
+
+@dataclass
+class DataArguments:
+    """Say which images are trained and evaluated on, and what is done to them."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "An id on the Hub or a dataset's folder."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "The dataset's configuration."})
+    data_dir: str | None = field(
+        default=None,
+        metadata={"help": "Folders of images: one a class, or train/, validation/ and test/ with one a class."},
+    )
+    image_column_name: str | None = field(default=None, metadata={"help": "The column of the images."})
+    label_column_name: str | None = field(default=None, metadata={"help": "The column of the labels."})
+    train_split: str | None = field(default=None, metadata={"help": 'The split to train on; "train" by default.'})
+    eval_split: str | None = field(
+        default=None, metadata={"help": 'The split to evaluate on; "validation", else "test", by default.'}
+    )
+    test_fraction: float = field(
+        default=0.15, metadata={"help": "Share of each class set aside where no split is there to evaluate on."}
+    )
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many images at most."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many images at most."})
+    augmentation: str = field(
+        default="flip", metadata={"help": "What is done to training images.", "choices": list(AUGMENTATIONS)}
+    )
+    mixup_alpha: float = field(
+        default=0.0, metadata={"help": "Blend each image with another by a share from Beta(α, α); 0 is off."}
+    )
+    cutmix_alpha: float = field(
+        default=0.0, metadata={"help": "Put a box of another image into each, its area from Beta(α, α); 0 is off."}
+    )
+    class_weights: str = field(
+        default="none",
+        metadata={"help": "balanced: classes count alike in the loss, rare or not.", "choices": ["none", "balanced"]},
+    )
+    image_cache_gb: float = field(
+        default=32.0, metadata={"help": "Disk space for prepared images; 0 decodes each in every epoch."}
+    )
+
+    def split_options(self, seed: int) -> dict[str, Any]:
+        """Give what [`split_dataset`] takes."""
+        return {
+            "image_column": self.image_column_name,
+            "label_column": self.label_column_name,
+            "train_split": self.train_split,
+            "eval_split": self.eval_split,
+            "test_fraction": self.test_fraction,
+            "max_train_samples": self.max_train_samples,
+            "max_eval_samples": self.max_eval_samples,
+            "seed": seed,
+        }
+
+
+def build_datasets(
+    splits: Splits, processor: BaseImageProcessor, options: DataArguments, seed: int, own_statistics: bool = False
+) -> tuple[ClassificationDataset, ClassificationDataset, BaseImageProcessor]:
+    """Build what a trainer trains and evaluates on.
+
+    Args:
+        splits ([`Splits`]): the parts.
+        processor ([`~transformers.BaseImageProcessor`]): the model's image processor, set to its size.
+        options ([`DataArguments`]): what is done to images.
+        seed (`int`): decides how images are augmented.
+        own_statistics (`bool`, *optional*, defaults to `False`): normalise with the training part's mean and std.
+
+    Returns:
+        `tuple`: the dataset to train on, the one to evaluate on, and the processor that goes with the model.
+
+    Raises:
+        InputError: If an option is off, or the processor can't do what is asked.
+    """
+    augmentation = Augmentation(options.augmentation, options.mixup_alpha, options.cutmix_alpha, seed)
+    columns = (splits.image_column, splits.label_column)
+    preparation = Preparation(processor, exact=False, whole=augmentation.crops)
+    train = ClassificationDataset(splits.train, *columns, preparation, augmentation, cache_gb=options.image_cache_gb)
+    if own_statistics:
+        processor = set_normalization(processor, *channel_statistics(train, processor))
+        train = train.with_processor(processor)
+    evaluation = ClassificationDataset(
+        splits.evaluation,
+        *columns,
+        Preparation(processor),
+        name="evaluation",
+        evaluation=True,
+        cache_gb=options.image_cache_gb,
+    )
+    return train, evaluation, processor

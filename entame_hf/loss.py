@@ -1,0 +1,86 @@
+"""Cross-entropy for labels that are shares of classes, and for classes that count unequally."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+# What cross-entropy leaves out, in torch and so in transformers.
+IGNORED_LABEL = -100
+
+
+class ClassificationLoss:
+    """Compute cross-entropy from a model's outputs, in the place of [`Trainer`]'s label smoother.
+
+    transformers' models take soft labels for several labels an image, and know no class weights. The mean is over
+    examples, not over their weights: it is the same however they are split into micro-batches and processes.
+
+    Args:
+        smoothing (`float`, *optional*, defaults to 0): the share of each label that goes to all classes alike.
+        class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts; by default 1 each.
+    """
+
+    def __init__(self, smoothing: float = 0.0, class_weights: Tensor | None = None) -> None:
+        self.smoothing, self.class_weights = smoothing, class_weights
+
+    def __call__(self, outputs: Any, labels: Tensor, **kwargs: Any) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            outputs: the model's, with its logits (N, C) or a tuple of those of several heads, of which the first
+                counts.
+            labels (`torch.Tensor`): int64 (N,), or floating (N, C): a share of each class. -100 is left out.
+
+        Returns:
+            `torch.Tensor`: a scalar, the mean over labels that count.
+        """
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        logits = (logits[0] if isinstance(logits, tuple) else logits).float()
+        weights = None if self.class_weights is None else self.class_weights.to(logits)
+        if labels.is_floating_point():
+            count: Any = len(labels)
+            labels = labels.float()
+        else:
+            labels = labels.flatten()
+            count = (labels != IGNORED_LABEL).sum()
+        total = cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.smoothing)
+        return total / count
+
+
+def are_shares(labels: Any, model: Any) -> bool:
+    """Tell whether labels are shares of classes, one row an example, and not several labels each.
+
+    Only the model's `config.problem_type` can say the latter: `"multi_label_classification"`.
+    """
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    rows = isinstance(labels, Tensor) and labels.is_floating_point() and labels.ndim == 2
+    return rows and problem != "multi_label_classification"
+
+
+def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
+    """Weigh classes against their frequency, so that each counts alike and an example 1 on average.
+
+    Args:
+        labels (`torch.Tensor`): int64 (N,), those of the training part.
+        num_classes (`int`): C.
+
+    Returns:
+        `torch.Tensor`: float32 (C,): N / (C · images of the class), C being the classes that have images; 0 for those
+        that have none.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from entame_hf.loss import balanced_class_weights
+
+    >>> balanced_class_weights(torch.tensor([0, 0, 0, 1]), 2)
+    tensor([0.6667, 2.0000])
+    ```
+    """
+    counts = torch.bincount(labels, minlength=num_classes).float()
+    weights = counts.sum() / (counts > 0).sum() / counts
+    return torch.where(counts > 0, weights, 0.0)

@@ -1,0 +1,99 @@
+"""The loss is torch's cross-entropy where torch has it, and a mean over examples everywhere."""
+
+import pytest
+import torch
+from conftest import RandomImages
+from torch.nn.functional import cross_entropy, one_hot
+from transformers.trainer_pt_utils import LabelSmoother
+
+from entame_hf import EntameTrainer, EntameTrainingArguments
+from entame_hf.loss import ClassificationLoss, are_shares, balanced_class_weights
+
+torch.manual_seed(0)
+LOGITS, LABELS, WEIGHTS = torch.randn(12, 5), torch.arange(12) % 5, torch.tensor([0.2, 1.0, 3.0, 0.5, 0.0])
+OUTPUTS = {"logits": LOGITS}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_without_weights_it_is_the_smoothers(smoothing):
+    expected = LabelSmoother(epsilon=smoothing)(OUTPUTS, LABELS)
+    torch.testing.assert_close(ClassificationLoss(smoothing)(OUTPUTS, LABELS), expected)
+    ignored = torch.where(LABELS == 2, -100, LABELS)
+    expected = LabelSmoother(epsilon=smoothing)(OUTPUTS, ignored)
+    torch.testing.assert_close(ClassificationLoss(smoothing)(OUTPUTS, ignored), expected)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_hard_labels_are_shares_of_one(smoothing):
+    loss = ClassificationLoss(smoothing, WEIGHTS)
+    torch.testing.assert_close(loss(OUTPUTS, one_hot(LABELS, 5).float()), loss((LOGITS,), LABELS))
+    torch.testing.assert_close(
+        ClassificationLoss()(OUTPUTS, LOGITS.softmax(1)), cross_entropy(LOGITS, LOGITS.softmax(1))
+    )
+
+
+def test_parts_of_a_batch_average_to_the_whole():
+    loss = ClassificationLoss(0.1, WEIGHTS)
+    parts = [loss({"logits": LOGITS[i : i + 4]}, LABELS[i : i + 4]) for i in (0, 4, 8)]
+    torch.testing.assert_close(torch.stack(parts).mean(), loss(OUTPUTS, LABELS))
+
+
+def test_balanced_classes_count_alike():
+    labels = torch.tensor([0] * 6 + [1] * 3 + [3])
+    weights = balanced_class_weights(labels, 4)
+    torch.testing.assert_close(weights[labels].mean(), torch.tensor(1.0))
+    torch.testing.assert_close(
+        weights * torch.bincount(labels, minlength=4), torch.tensor([10 / 3, 10 / 3, 0, 10 / 3])
+    )
+
+
+def test_only_the_model_can_say_that_labels_are_several(tiny_vit):
+    assert are_shares(LOGITS, tiny_vit)
+    assert not are_shares(LABELS, tiny_vit)
+    tiny_vit.config.problem_type = "multi_label_classification"
+    assert not are_shares(LOGITS, tiny_vit)
+
+
+class Soft(RandomImages):
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        return {**item, "labels": 0.7 * one_hot(item["labels"], 10) + 0.03}
+
+
+def step(model, data, tmp_path, **kwargs):
+    weights = kwargs.pop("class_weights", None)
+    args = EntameTrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=kwargs.pop("batch", 20), report_to="none",
+        save_strategy="no", entame_method="keep", dataloader_pin_memory=False, disable_tqdm=True, **kwargs,
+    )  # fmt: skip
+    trainer = EntameTrainer(model, args, train_dataset=data, eval_dataset=RandomImages(20), class_weights=weights)
+    loss = trainer.train().training_loss
+    return loss, trainer
+
+
+def test_soft_labels_train_with_cross_entropy(tiny_vit, tmp_path):
+    data = Soft(20)
+    with torch.no_grad():
+        expected = cross_entropy(tiny_vit(data.images).logits, torch.stack([data[i]["labels"] for i in range(20)]))
+    loss, trainer = step(tiny_vit, data, tmp_path)
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_class_weights_reach_the_loss_whatever_the_accumulation(tiny_vit, tmp_path):
+    data, weights = RandomImages(20), torch.linspace(0, 2, 10)
+    with torch.no_grad():
+        losses = cross_entropy(tiny_vit(data.images).logits, data.labels, reduction="none")
+        expected = (losses * weights[data.labels]).mean()
+    before = {name: p.detach().clone() for name, p in tiny_vit.named_parameters()}
+    changes = []
+    for batch, accumulation in ((20, 1), (10, 2), (8, 3)):
+        tiny_vit.load_state_dict(before)
+        loss, _ = step(
+            tiny_vit, data, tmp_path, class_weights=weights, batch=batch, gradient_accumulation_steps=accumulation,
+            optim="sgd", max_grad_norm=0, learning_rate=1.0,
+        )  # fmt: skip
+        assert loss == pytest.approx(expected.item(), rel=1e-4)
+        changes.append(torch.cat([(p.detach() - before[n]).flatten() for n, p in tiny_vit.named_parameters()]))
+    for change in changes[1:]:
+        torch.testing.assert_close(change, changes[0], rtol=1e-3, atol=1e-5)
