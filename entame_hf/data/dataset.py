@@ -195,17 +195,21 @@ class ClassificationDataset(BatchDataset):
             made = list(self._workers.map(work, wanted, chunksize=_CHUNK))
         else:
             made = list(threads().map(self._decode_one, wanted))
-        for position, record in zip(todo, made, strict=True):
-            if record is not None:
-                out[position] = record
-        return todo[[record is None for record in made]]
+        written = np.zeros(len(todo), bool)
+        for i, record in enumerate(made):
+            if isinstance(record, UnreadableImageError):
+                self.unreadable.add(wanted[i], record)
+            elif record is not None:
+                out[todo[i]] = record
+                written[i] = True
+        return todo[~written]
 
-    def _decode_one(self, row: int) -> Record | None:
+    def _decode_one(self, row: int) -> Record | UnreadableImageError | None:
+        """Decode a row; `None` where the cache keeps what comes of it."""
         try:
             record = self.recorder.record(self.dataset[row][self.image_column])
         except UnreadableImageError as error:
-            self.unreadable.add(row, error)
-            return None
+            return error
         return None if self._keep(row, record) else record
 
     def _keep(self, row: int, record: Record) -> bool:
