@@ -1,6 +1,7 @@
 """Folders of images become splits and classes, and junk stays out."""
 
 import os
+import zipfile
 from pathlib import Path
 
 import datasets
@@ -153,7 +154,7 @@ def test_what_cannot_be_used_is_named(tree, paths, message):
 def test_the_path_must_be_a_folder(tree, tmp_path):
     with pytest.raises(InputError, match="does not exist"):
         load_image_folder(tmp_path / "nowhere")
-    with pytest.raises(InputError, match="is a file, not a folder"):
+    with pytest.raises(InputError, match="is a file, neither a folder nor a zip"):
         load_image_folder(tree("a/1.jpg") / "a" / "1.jpg")
 
 
@@ -164,3 +165,31 @@ def test_a_file_name_that_is_not_utf8_is_named(tree):
         pass
     with pytest.raises(InputError, match="not UTF-8"):
         load_image_folder(root)
+
+
+@pytest.mark.parametrize("wrapping", ["", "photos/", "a/b/"])
+def test_a_zip_is_its_folder(tree, tmp_path, monkeypatch, wrapping):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    root = tree("train/10/1.jpg", "train/2, or/1.png", "test/10/é.jpg")
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        for path in (*root.rglob("*.jpg"), *root.rglob("*.png")):
+            archive.writestr(wrapping + path.relative_to(root).as_posix(), b"image")
+        archive.writestr("__MACOSX/train/10/._1.jpg", b"")
+        archive.writestr(wrapping + "train/10/notes.txt", b"")
+        archive.writestr("../outside.jpg", b"")
+    first, second = (load_image_folder(tmp_path / "photos.zip") for _ in range(2))
+    assert names(first["train"]) == ["10", "2, or"]
+    assert {split: len(part) for split, part in first.items()} == {"train": 2, "test": 1}
+    assert first["train"]["image"] == second["train"]["image"]
+    assert not (tmp_path / "cache" / "outside.jpg").exists()
+
+
+def test_a_zip_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    with zipfile.ZipFile(tmp_path / "broken.zip", "w") as archive:
+        archive.writestr("a/1.jpg", b"0" * 1000)
+    data = (tmp_path / "broken.zip").read_bytes()
+    (tmp_path / "broken.zip").write_bytes(data.replace(b"0" * 1000, b"1" * 1000))
+    with pytest.raises(InputError, match=r"broken\.zip cannot be unpacked: Bad CRC-32"):
+        load_image_folder(tmp_path / "broken.zip")
+    assert not list((tmp_path / "cache" / "entame_hf").iterdir())

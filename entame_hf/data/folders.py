@@ -1,10 +1,12 @@
 """Read folders of images, one folder a class."""
 
 import os
+import zipfile
 
 import datasets
 
 from ..errors import InputError
+from .archives import unpack
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".png", ".gif", ".bmp", ".webp", ".avif", ".tif", ".tiff"}
@@ -32,7 +34,7 @@ def load_image_folder(data_dir: str | os.PathLike[str]) -> datasets.DatasetDict:
 
     Args:
         data_dir (`str` or `os.PathLike`):
-            The folder.
+            The folder, or a zip file of it, which is unpacked once.
 
     Returns:
         `datasets.DatasetDict`: Its splits, with the columns "image" (an undecoded `datasets.Image`) and
@@ -50,9 +52,11 @@ def load_image_folder(data_dir: str | os.PathLike[str]) -> datasets.DatasetDict:
     ```
     """
     root = os.path.abspath(os.path.expanduser(data_dir))
+    if os.path.isfile(root) and zipfile.is_zipfile(root):
+        root = unpack(root, IMAGE_SUFFIXES)
     if not os.path.isdir(root):
-        problem = "is a file, not a folder" if os.path.exists(root) else "does not exist"
-        raise InputError(f"--data_dir {root} {problem}. Give a folder with one folder of images a class.")
+        problem = "is a file, neither a folder nor a zip" if os.path.exists(root) else "does not exist"
+        raise InputError(f"--data_dir {root} {problem}. Give a folder, or a zip, with one folder of images a class.")
     try:
         splits = {
             split: {name: _image_files(os.path.join(folder, name)) for name in _subfolders(folder)}
