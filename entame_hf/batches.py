@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 
 class BatchDataset(Dataset):
@@ -96,6 +96,11 @@ class BatchMaker:
         self._latest = PendingBatch(lambda: self._finish(read()))
         return self._latest
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the dataset which epoch its batches belong to; streams count their own."""
+        if not isinstance(self.dataset, IterableDataset):
+            self.dataset.set_epoch(epoch)
+
     def prepare(self) -> None:
         """Make the batch that comes next, if one was asked for: best while the device has other work."""
         if self._latest is not None:
@@ -142,7 +147,8 @@ def batch_loader(
         dataset ([`BatchDataset`]): the images.
         batch_size (`int`): images a batch.
         device (`torch.device`): where batches go.
-        sampler (`torch.utils.data.Sampler`, *optional*): the order; by default the dataset's.
+        sampler (`torch.utils.data.Sampler`, *optional*): the order; by default the dataset's,
+            and always for streams.
         drop_last (`bool`, *optional*, defaults to `False`): whether a smaller last batch is left out.
         num_workers (`int`, *optional*, defaults to 0): processes that decode; 0 leaves it to threads of this one.
 
@@ -150,13 +156,12 @@ def batch_loader(
         `torch.utils.data.DataLoader`: gives a [`PendingBatch`] each time; call its `to(device)`.
     """
     dataset.start_workers(num_workers)
-    return DataLoader(
-        _Rows(dataset),
-        batch_size,
-        sampler=sampler,
-        drop_last=drop_last,
-        collate_fn=BatchMaker(dataset, device),
-    )
+    rows: Any = dataset
+    if isinstance(dataset, IterableDataset):
+        sampler = None
+    else:
+        rows = _Rows(dataset)
+    return DataLoader(rows, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=BatchMaker(dataset, device))
 
 
 def single_threaded() -> None:

@@ -8,6 +8,7 @@ from .images import UnreadableImageError, decode_image, decode_pixels
 from .preparation import Preparation
 from .sources import Splits, load_splits, split_dataset
 from .statistics import channel_statistics
+from .streaming import StreamingDataset
 from .transforms import (
     evaluation_transform,
     output_size,
@@ -23,6 +24,7 @@ __all__ = [
     "DataArguments",
     "Preparation",
     "Splits",
+    "StreamingDataset",
     "UnreadableImageError",
     "build_datasets",
     "channel_statistics",

@@ -206,10 +206,9 @@ class ClassificationDataset(BatchDataset):
 
     def _decode_one(self, row: int) -> Record | UnreadableImageError | None:
         """Decode a row; `None` where the cache keeps what comes of it."""
-        try:
-            record = self.recorder.record(self.dataset[row][self.image_column])
-        except UnreadableImageError as error:
-            return error
+        record = self.recorder.try_record(self.dataset[row][self.image_column])
+        if isinstance(record, UnreadableImageError):
+            return record
         return None if self._keep(row, record) else record
 
     def _keep(self, row: int, record: Record) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .augmentation import Augmentation, Rows
 from .framing import Framing
-from .images import decode_image, decode_pixels, encoded_bytes
+from .images import UnreadableImageError, decode_image, decode_pixels, encoded_bytes
 from .jpeg import common_jpeg, decode_on_gpu
 from .preparation import Preparation
 from .resampling import crop_and_resize
@@ -75,6 +75,13 @@ class Recorder:
         record[:-_TAIL] = self.preparation(image).contiguous().numpy().reshape(-1).view(np.uint8)
         record[-_TAIL:] = np.array([width / height], np.float32).view(np.uint8)
         return record
+
+    def try_record(self, value: Any) -> Record | UnreadableImageError:
+        """Decode and prepare one image, or give the error."""
+        try:
+            return self.record(value)
+        except UnreadableImageError as error:
+            return error
 
     def records_on_gpu(self, values: list[Any], device: torch.device) -> Iterator[tuple[list[int], NDArray[np.uint8]]]:
         """Decode and prepare many images on a GPU: those that nvJPEG can be trusted with.

@@ -1,0 +1,156 @@
+"""Stream datasets that are larger than disk and memory."""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from ..batches import BatchDataset
+from ..errors import InputError
+from ..loss import IGNORED_LABEL
+from .augmentation import Augmentation
+from .images import UnreadableImageError
+from .preparation import Preparation
+from .records import RawBatch, Record, Recorder
+from .unreadable import MAX_UNREADABLE_SHARE, UnreadableDataError
+from .workers import threads
+
+logger = logging.getLogger(__name__)
+
+# Before so many images were seen, a share of them says little.
+_ENOUGH = 100
+
+
+class StreamingDataset(BatchDataset, IterableDataset):
+    """Give the images of a `datasets.IterableDataset` as a model's input, and keep none of them.
+
+    Batches are decoded by threads, or on the GPU, while the training works on the one before. An image that can't be
+    read is named and counted, and the next of its batch that can be stands in for it. A training on streams needs
+    `max_steps`: their length is not known.
+
+    Args:
+        dataset (`datasets.IterableDataset`): The rows, such as `load_dataset(..., streaming=True)` gives.
+        image_column (`str`): The column of images; they are decoded here.
+        label_column (`str`): The column of class indices.
+        preparation ([`Preparation`]): What is done to each image.
+        augmentation ([`Augmentation`], *optional*): What is done to images in training.
+        num_classes (`int`, *optional*): The number of classes, by default what the label column's `ClassLabel` says.
+        name (`str`, *optional*, defaults to `"train"`): What messages call this dataset.
+        evaluation (`bool`, *optional*, defaults to `False`): Whether rows come in their order, and stand-ins are
+            labelled -100, which the loss and the metrics leave out.
+        buffer_size (`int`, *optional*, defaults to 1,000): From so many undecoded rows the next is drawn in training.
+        seed (`int`, *optional*, defaults to 42): Decides the draws.
+
+    Raises:
+        InputError: From a batch's access, once more than 1 % of the images could not be read.
+
+    Example:
+
+    ```python
+    >>> stream = load_dataset("timm/imagenet-1k-wds", split="train", streaming=True)
+    >>> data = StreamingDataset(stream, "jpg", "cls", Preparation(processor), Augmentation(), num_classes=1000)
+    >>> EntameTrainer(model, args, train_dataset=data).train()
+    ```
+    """
+
+    def __init__(
+        self,
+        dataset: datasets.IterableDataset,
+        image_column: str,
+        label_column: str,
+        preparation: Preparation,
+        augmentation: Augmentation | None = None,
+        num_classes: int | None = None,
+        name: str = "train",
+        evaluation: bool = False,
+        buffer_size: int = 1000,
+        seed: int = 42,
+    ):
+        if num_classes is None:
+            feature = (dataset.features or {}).get(label_column)
+            if not isinstance(feature, datasets.ClassLabel):
+                raise InputError(f"Column {label_column!r} names no classes. Say how many there are: num_classes=10.")
+            num_classes = feature.num_classes
+        dataset = dataset.select_columns([image_column, label_column])
+        self.dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
+        if not evaluation:
+            self.dataset = self.dataset.shuffle(seed=seed, buffer_size=buffer_size)
+        self.image_column, self.label_column = image_column, label_column
+        self.recorder = Recorder(preparation, augmentation, num_classes)
+        self.name, self.evaluation = name, evaluation
+        self.seen = 0
+        self.unreadable: list[str] = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.dataset.set_epoch(self.epoch)
+        for row, item in enumerate(self.dataset):
+            yield {"row": row, "epoch": self.epoch, **item}
+
+    def is_ready(self, indices: list[Any]) -> bool:
+        """Tell that nothing is."""
+        return False
+
+    def read(self, indices: list[Any], epoch: int = 0, device: torch.device | None = None) -> RawBatch:
+        """Decode a batch of what iterating gives.
+
+        Args:
+            indices (`list[dict]`): the rows.
+            epoch: is what the rows say.
+            device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes what it can.
+
+        Returns:
+            [`RawBatch`]: the images and labels, on the host.
+
+        Raises:
+            InputError: If too many images can't be read, or none of the batch.
+        """
+        gpu = device if device is not None and device.type == "cuda" else None
+        made = self._decode([item[self.image_column] for item in indices], gpu)
+        for item, record in zip(indices, made, strict=True):
+            if isinstance(record, UnreadableImageError):
+                self._count(item, record)
+        self.seen += len(indices)
+        readable = [i for i, record in enumerate(made) if not isinstance(record, UnreadableImageError)]
+        if not readable:
+            raise UnreadableDataError(f"No image of a batch can be read: {self.summary()}. Repair them.")
+        own = np.arange(len(made))
+        chosen = np.array(readable)[np.searchsorted(readable, own) % len(readable)]
+        labels = torch.tensor([indices[i][self.label_column] for i in chosen])
+        if self.evaluation:
+            labels = labels.masked_fill(torch.from_numpy(chosen != own), IGNORED_LABEL)
+        records = torch.empty(len(made), self.recorder.length, dtype=torch.uint8, pin_memory=gpu is not None)
+        np.stack([made[i] for i in chosen], out=records.numpy())
+        return RawBatch(records, labels, np.array([item["row"] for item in indices]), indices[0]["epoch"])
+
+    def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
+        return self.recorder.finish(batch, device)
+
+    def summary(self) -> str | None:
+        """Tell which images could not be read so far: one line, `None` where all could."""
+        if not self.unreadable:
+            return None
+        names = ", ".join([*itertools.islice(self.unreadable, 5), *["..."] * (len(self.unreadable) > 5)])
+        return f"{len(self.unreadable):,} images could not be read and were skipped: {names}"
+
+    def _decode(self, values: list[Any], gpu: torch.device | None) -> list[Record | UnreadableImageError]:
+        made: dict[int, Record | UnreadableImageError] = {}
+        if gpu is not None:
+            for group, records in self.recorder.records_on_gpu(values, gpu):
+                made.update(zip(group, records, strict=True))
+        left = [i for i in range(len(values)) if i not in made]
+        made.update(zip(left, threads().map(self.recorder.try_record, [values[i] for i in left]), strict=True))
+        return [made[i] for i in range(len(values))]
+
+    def _count(self, item: dict[str, Any], error: UnreadableImageError) -> None:
+        name = (item[self.image_column] or {}).get("path") or f"row {item['row']} of {self.name}"
+        logger.warning("Skipping an image that cannot be read: %s (%s)", name, error)
+        self.unreadable.append(name)
+        if len(self.unreadable) > MAX_UNREADABLE_SHARE * max(self.seen, _ENOUGH):
+            raise UnreadableDataError(f"{self.summary()}. At most {MAX_UNREADABLE_SHARE:.0%} may be: repair them.")

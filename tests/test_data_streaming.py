@@ -1,0 +1,100 @@
+"""A stream gives the batches that its rows would give from disk, each epoch in another order."""
+
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from transformers import ViTImageProcessor
+
+from entame_hf import EntameTrainer, EntameTrainingArguments
+from entame_hf.batches import batch_loader
+from entame_hf.data import Augmentation, ClassificationDataset, Preparation, StreamingDataset, set_image_size
+from entame_hf.errors import InputError
+
+PREPARATION = Preparation(set_image_size(ViTImageProcessor(), 32), exact=False)
+CPU = torch.device("cpu")
+
+
+def rows(count: int = 50, broken=(), label=None) -> Dataset:
+    def jpeg(i: int) -> bytes:
+        buffer = BytesIO()
+        pixels = np.random.default_rng(i).normal(25 * (i % 10), 20, (40, 50, 3)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(buffer, "JPEG")
+        return buffer.getvalue()
+
+    images = [{"bytes": b"<html>" if i in broken else jpeg(i), "path": None} for i in range(count)]
+    label = label or ClassLabel(names=[str(i) for i in range(10)])
+    features = Features({"image": ImageFeature(), "label": label, "other": Value("string")})
+    columns = {"image": images, "label": [i % 10 for i in range(count)], "other": ["x"] * count}
+    return Dataset.from_dict(columns, features=features)
+
+
+def stream(table: Dataset, **kwargs) -> StreamingDataset:
+    return StreamingDataset(table.to_iterable_dataset(num_shards=2), "image", "label", PREPARATION, **kwargs)
+
+
+def batches(data, size: int = 16) -> list[dict[str, torch.Tensor]]:
+    return [batch.to(CPU) for batch in batch_loader(data, size, CPU)]
+
+
+def test_evaluation_is_that_of_the_table():
+    table = rows()
+    undecoded = table.cast_column("image", ImageFeature(decode=False))
+    expected = batches(ClassificationDataset(undecoded, "image", "label", PREPARATION, cache_gb=0))
+    given = batches(stream(table, evaluation=True))
+    for one, other in zip(given, expected, strict=True):
+        assert torch.equal(one["labels"], other["labels"])
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+
+
+def test_epochs_are_shuffled_by_the_seed():
+    data = stream(rows(), augmentation=Augmentation("flip"))
+    orders = []
+    for epoch in (0, 0, 1):
+        data.set_epoch(epoch)
+        orders.append(torch.cat([batch["pixel_values"] for batch in batches(data)]))
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+
+
+def test_the_next_of_the_batch_stands_in():
+    data = stream(rows(broken={15}), evaluation=True)
+    given = batches(data)
+    assert given[0]["labels"].tolist() == [*(i % 10 for i in range(15)), -100]
+    assert torch.equal(given[0]["pixel_values"][15], given[0]["pixel_values"][0])
+    assert data.summary() == "1 images could not be read and were skipped: row 15 of train"
+    with pytest.raises(InputError, match=r"2 images could not be read .* At most 1%"):
+        batches(stream(rows(broken={3, 20})))
+
+
+def test_labels_without_names_need_their_number():
+    table = rows(label=Value("int64"))
+    with pytest.raises(InputError, match="num_classes=10"):
+        stream(table)
+    assert stream(table, num_classes=10).recorder.num_classes == 10
+
+
+def test_a_trainer_goes_round_a_stream(tiny_vit, tmp_path):
+    args = EntameTrainingArguments(
+        str(tmp_path), max_steps=8, per_device_train_batch_size=16, report_to="none", save_strategy="no",
+        learning_rate=1e-3, disable_tqdm=True,
+    )  # fmt: skip
+    seen = []
+
+    class Recording(EntameTrainer):
+        def compute_loss(self, model, inputs, *arguments, **kwargs):
+            seen.append(inputs["pixel_values"].mean((1, 2, 3)))
+            return super().compute_loss(model, inputs, *arguments, **kwargs)
+
+    data = stream(rows(), augmentation=Augmentation("none"))
+    trainer = Recording(tiny_vit, args, train_dataset=data, eval_dataset=stream(rows(), evaluation=True))
+    trainer.train()
+    first, second = torch.cat(seen[:4]), torch.cat(seen[4:8])
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(first.sort().values, second.sort().values)
+    prediction = trainer.predict(trainer.eval_dataset)
+    assert prediction.label_ids.tolist() == [i % 10 for i in range(50)]
