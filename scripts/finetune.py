@@ -35,7 +35,6 @@ from entame_hf.data import (
     DataArguments,
     Splits,
     build_datasets,
-    load_splits,
     output_size,
     set_image_size,
     split_dataset,
@@ -148,13 +147,12 @@ def main(argv: list[str]) -> None:
     if not args.inspect:
         check_output_dir(args, inputs=[model_args.model_name_or_path, data_args.dataset_name, data_args.data_dir])
         args.resume_from_checkpoint = last_checkpoint(args)
+    if data_args.streaming and args.max_steps <= 0:
+        raise InputError("--streaming needs --max_steps: how many batches a stream holds is not known.")
+    check_output_dir(args, inputs=[model_args.model_name_or_path, data_args.dataset_name, data_args.data_dir])
+    args.resume_from_checkpoint = last_checkpoint(args)
     with args.main_process_first(desc="loading the data"):
-        splits = load_splits(
-            dataset_name=data_args.dataset_name,
-            dataset_config_name=data_args.dataset_config_name,
-            data_dir=data_args.data_dir,
-            **data_args.split_options(args.seed),
-        )
+        splits = data_args.load(args.seed)
     check_classes(model_args, splits)
     model, processor = load_classifier(
         model_args.model_name_or_path,

@@ -31,7 +31,7 @@ def load(monkeypatch):
 
     def load_from(splits: dict[str, Dataset] | Dataset, **kwargs):
         loaded = DatasetDict(splits if isinstance(splits, dict) else {"train": splits})
-        monkeypatch.setattr(datasets, "load_dataset", lambda *args: loaded)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: loaded)
         return load_splits(dataset_name="some/thing", **kwargs)
 
     return load_from
@@ -255,7 +255,7 @@ def test_a_dataset_that_does_not_load_is_an_input_error(tmp_path: Path):
 def test_no_secret_is_told(monkeypatch):
     token = "hf_" + "aB3" * 11
 
-    def fail(*args):
+    def fail(*args, **kwargs):
         raise ConnectionError(f"403 for https://user:pass@hub/x?Signature=abc&Expires=1\nwith Bearer {token}")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)

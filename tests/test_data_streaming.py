@@ -12,7 +12,16 @@ from transformers import ViTImageProcessor
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.batches import batch_loader
-from entame_hf.data import Augmentation, ClassificationDataset, Preparation, StreamingDataset, set_image_size
+from entame_hf.data import (
+    Augmentation,
+    ClassificationDataset,
+    DataArguments,
+    Preparation,
+    StreamingDataset,
+    build_datasets,
+    load_streams,
+    set_image_size,
+)
 from entame_hf.errors import InputError
 
 PREPARATION = Preparation(set_image_size(ViTImageProcessor(), 32), exact=False)
@@ -76,6 +85,35 @@ def test_labels_without_names_need_their_number():
     with pytest.raises(InputError, match="num_classes=10"):
         stream(table)
     assert stream(table, num_classes=10).recorder.num_classes == 10
+
+
+def test_parts_of_a_folder_are_streamed(tmp_path):
+    for split, count in (("train", 30), ("test", 20)):
+        rows(count).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    splits = load_streams(dataset_name=str(tmp_path / "data"), max_eval_samples=5)
+    assert (splits.image_column, splits.label_column) == ("image", "label")
+    assert splits.class_names == [str(i) for i in range(10)]
+    assert len(list(splits.evaluation)) == 5
+    train, evaluation, _ = build_datasets(
+        splits, set_image_size(ViTImageProcessor(), 32), DataArguments(streaming=True), seed=0
+    )
+    assert [len(batch["labels"]) for batch in batches(train)] == [16, 14]
+    assert batches(evaluation)[0]["labels"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset_name": None}, "--streaming needs --dataset_name"),
+        ({"eval_split": "nothing"}, "--eval_split nothing: no such split"),
+        ({"eval_split": "train"}, None),
+    ],
+    ids=str,
+)
+def test_streams_that_cannot_be_are_named(tmp_path, options, message):
+    rows(10).to_parquet(tmp_path / "data" / "train.parquet")
+    with pytest.raises(InputError, match=message or "same split|can't be split"):
+        load_streams(**{"dataset_name": str(tmp_path / "data"), **options})
 
 
 def test_a_trainer_goes_round_a_stream(tiny_vit, tmp_path):

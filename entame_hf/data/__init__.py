@@ -8,7 +8,7 @@ from .images import UnreadableImageError, decode_image, decode_pixels
 from .preparation import Preparation
 from .sources import Splits, load_splits, split_dataset
 from .statistics import channel_statistics
-from .streaming import StreamingDataset
+from .streaming import StreamingDataset, load_streams
 from .transforms import (
     evaluation_transform,
     output_size,
@@ -33,6 +33,7 @@ __all__ = [
     "evaluation_transform",
     "load_image_folder",
     "load_splits",
+    "load_streams",
     "output_size",
     "set_image_size",
     "set_normalization",

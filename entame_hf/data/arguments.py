@@ -5,11 +5,13 @@ from typing import Any
 
 from transformers import BaseImageProcessor
 
+from ..errors import InputError
 from .augmentation import AUGMENTATIONS, Augmentation
 from .dataset import ClassificationDataset
 from .preparation import Preparation
-from .sources import Splits
+from .sources import Splits, load_splits
 from .statistics import channel_statistics
+from .streaming import StreamingDataset, load_streams
 from .transforms import set_normalization
 
 
@@ -47,9 +49,20 @@ class DataArguments:
         default="none",
         metadata={"help": "balanced: classes count alike in the loss, rare or not.", "choices": ["none", "balanced"]},
     )
+    streaming: bool = field(
+        default=False, metadata={"help": "Keep nothing of --dataset_name on disk; --max_steps says when to end."}
+    )
     image_cache_gb: float = field(
         default=32.0, metadata={"help": "Disk space for prepared images; 0 decodes each in every epoch."}
     )
+
+    def load(self, seed: int) -> Splits:
+        """Load the images: see [`load_splits`] and [`load_streams`]."""
+        where: dict[str, Any] = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
+        options = self.split_options(seed)
+        if self.streaming:
+            return load_streams(**where, **options)
+        return load_splits(**where, data_dir=self.data_dir, **options)
 
     def split_options(self, seed: int) -> dict[str, Any]:
         """Give what [`split_dataset`] takes."""
@@ -67,7 +80,7 @@ class DataArguments:
 
 def build_datasets(
     splits: Splits, processor: BaseImageProcessor, options: DataArguments, seed: int, own_statistics: bool = False
-) -> tuple[ClassificationDataset, ClassificationDataset, BaseImageProcessor]:
+) -> tuple[Any, Any, BaseImageProcessor]:
     """Build what a trainer trains and evaluates on.
 
     Args:
@@ -78,13 +91,23 @@ def build_datasets(
         own_statistics (`bool`, *optional*, defaults to `False`): normalise with the training part's mean and std.
 
     Returns:
-        `tuple`: the dataset to train on, the one to evaluate on, and the processor that goes with the model.
+        `tuple`: the dataset to train on, the one to evaluate on (each a [`ClassificationDataset`] or, streamed, a
+        [`StreamingDataset`]), and the processor that goes with the model.
 
     Raises:
         InputError: If an option is off, or the processor can't do what is asked.
     """
     augmentation = Augmentation(options.augmentation, options.mixup_alpha, options.cutmix_alpha, seed)
     columns = (splits.image_column, splits.label_column)
+    if options.streaming:
+        if own_statistics or options.class_weights == "balanced":
+            raise InputError("Mean, std and class weights can't be measured on a stream: leave these options out.")
+        preparation = Preparation(processor, exact=False, whole=augmentation.crops)
+        streamed = StreamingDataset(splits.train, *columns, preparation, augmentation, seed=seed)
+        held = StreamingDataset(
+            splits.evaluation, *columns, Preparation(processor), name="evaluation", evaluation=True
+        )
+        return streamed, held, processor
     preparation = Preparation(processor, exact=False, whole=augmentation.crops)
     train = ClassificationDataset(splits.train, *columns, preparation, augmentation, cache_gb=options.image_cache_gb)
     if own_statistics:

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 import numpy as np
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from ..errors import InputError
 from .columns import encode_labels, find_image_column, find_label_column, label_values
@@ -22,7 +22,7 @@ class Splits:
         train (`datasets.Dataset` or `None`):
             The training part; `None` if the dataset has none. Images are undecoded, labels class indices.
         evaluation (`datasets.Dataset`):
-            The part to evaluate on, with the same two columns.
+            The part to evaluate on, with the same two columns. Both are `datasets.IterableDataset` if streamed.
         class_names (`list[str]`):
             The name of each class, by its index.
         image_column (`str`):
@@ -31,8 +31,8 @@ class Splits:
             The column that holds the labels.
     """
 
-    train: Dataset | None
-    evaluation: Dataset
+    train: Dataset | IterableDataset | None
+    evaluation: Dataset | IterableDataset
     class_names: list[str]
     image_column: str
     label_column: str
@@ -73,7 +73,7 @@ def load_splits(
     """
     if bool(dataset_name) == bool(data_dir):
         raise InputError("Give either --dataset_name (a Hub id or a dataset's folder) or --data_dir (images).")
-    loaded = load_image_folder(data_dir) if data_dir else _load_dataset(str(dataset_name), dataset_config_name)
+    loaded = load_image_folder(data_dir) if data_dir else load_parts(str(dataset_name), dataset_config_name)
     return split_dataset(loaded, **options)
 
 
@@ -125,7 +125,7 @@ def split_dataset(
         if limit is not None and limit < 1:
             raise InputError(f"{flag} {limit} leaves no image. Give 1 or more, or leave it out.")
 
-    train_name, eval_name = _choose_splits(loaded, train_split, eval_split)
+    train_name, eval_name = choose_splits(loaded, train_split, eval_split)
     names = list(dict.fromkeys(name for name in (train_name, eval_name) if name is not None))
 
     features = loaded[names[0]].features
@@ -165,9 +165,10 @@ def split_dataset(
     )
 
 
-def _load_dataset(name: str, config: str | None) -> DatasetDict:
+def load_parts(name: str, config: str | None, streaming: bool = False) -> Any:
+    """Load all splits of a dataset, or say in one line why that can't be."""
     try:
-        return datasets.load_dataset(name, config)
+        return datasets.load_dataset(name, config, streaming=streaming)
     # Whatever fails in there (network, permissions, parsing), it is the named dataset that can't be used.
     except Exception as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
@@ -185,9 +186,10 @@ def _without_secrets(text: str) -> str:
     return re.sub(r"hf_[A-Za-z0-9]{16,}", "hf_***", text)
 
 
-def _choose_splits(
+def choose_splits(
     loaded: DatasetDict, train_split: str | None, eval_split: str | None
 ) -> tuple[str | None, str | None]:
+    """Choose the split to train on and the one to evaluate on; `None` where there is none."""
     for flag, name in (("--train_split", train_split), ("--eval_split", eval_split)):
         if name is not None and name not in loaded:
             raise InputError(f"{flag} {name}: no such split. Splits: {', '.join(loaded)}.")

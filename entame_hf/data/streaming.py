@@ -15,9 +15,11 @@ from ..batches import BatchDataset
 from ..errors import InputError
 from ..loss import IGNORED_LABEL
 from .augmentation import Augmentation
+from .columns import find_image_column, find_label_column
 from .images import UnreadableImageError
 from .preparation import Preparation
 from .records import RawBatch, Record, Recorder
+from .sources import Splits, choose_splits, load_parts
 from .unreadable import MAX_UNREADABLE_SHARE, UnreadableDataError
 from .workers import threads
 
@@ -154,3 +156,45 @@ class StreamingDataset(BatchDataset, IterableDataset):
         self.unreadable.append(name)
         if len(self.unreadable) > MAX_UNREADABLE_SHARE * max(self.seen, _ENOUGH):
             raise UnreadableDataError(f"{self.summary()}. At most {MAX_UNREADABLE_SHARE:.0%} may be: repair them.")
+
+
+def load_streams(
+    *,
+    dataset_name: str | None,
+    dataset_config_name: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    train_split: str | None = None,
+    eval_split: str | None = None,
+    max_train_samples: int | None = None,
+    max_eval_samples: int | None = None,
+    **unused: Any,
+) -> Splits:
+    """Load the training and the evaluation part of a dataset as streams, of which nothing is kept.
+
+    Args:
+        dataset_name: and all others as for [`load_splits`]. Nothing can be set aside of a stream.
+
+    Returns:
+        [`Splits`]: The two parts, each a `datasets.IterableDataset`.
+
+    Raises:
+        InputError: If the dataset can't be loaded, has one part only, or doesn't name its classes.
+    """
+    if dataset_name is None:
+        raise InputError("--streaming needs --dataset_name: an id on the Hub or a dataset's folder.")
+    loaded = load_parts(dataset_name, dataset_config_name, streaming=True)
+    names = choose_splits(loaded, train_split, eval_split)
+    if None in names or names[0] == names[1]:
+        raise InputError(
+            "A stream can't be split: name both parts with --train_split and --eval_split; "
+            f"splits: {', '.join(loaded)}."
+        )
+    parts = [loaded[name] for name in names]
+    features = parts[0].features or parts[0]._resolve_features().features
+    image_column, label_column = find_image_column(features, image_column), find_label_column(features, label_column)
+    if not isinstance(features[label_column], datasets.ClassLabel):
+        raise InputError(f"Column {label_column!r} doesn't name its classes, which --streaming needs: leave it out.")
+    limits = (max_train_samples, max_eval_samples)
+    train, evaluation = (p if limit is None else p.take(limit) for p, limit in zip(parts, limits, strict=True))
+    return Splits(train, evaluation, list(features[label_column].names), image_column, label_column)
