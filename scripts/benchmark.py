@@ -7,6 +7,7 @@ python scripts/benchmark.py import        importing entame_hf after transformers
 python scripts/benchmark.py save          saving a ViT-B with EntameTrainer over saving it with Trainer
 python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
 python scripts/benchmark.py throughput    images a second from the device, by Trainer's usual transforms, and by ours
+python scripts/benchmark.py first_batch   from the start of a training on 50,000 files to its first batch
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 import timm
 import torch
 import transformers
-from throughput import throughput
+from throughput import first_batch, throughput
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -308,6 +309,7 @@ def main() -> None:
         "save": save,
         "cpu_layout": cpu_layout,
         "throughput": throughput,
+        "first_batch": first_batch,
     }
     parser.add_argument("what", choices=measurements)
     parser.add_argument("--repeats", type=int, default=7)

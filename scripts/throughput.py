@@ -1,4 +1,4 @@
-"""Images per second of a training, fed in three ways: from the device, by Trainer's usual transforms, by ours."""
+"""How fast a training is fed: from the device, by Trainer's usual transforms, and by ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from entame_hf import EntameTrainer
 from entame_hf.data import (
     Augmentation,
     ClassificationDataset,
+    DataArguments,
     Preparation,
+    build_datasets,
     decode_image,
     evaluation_transform,
     load_splits,
@@ -129,7 +131,14 @@ def train(
     per_epoch = len(data) // options.batch
     clock = StepClock(*(step for step in (WARM_UP, per_epoch, steps) if step <= steps))
     collate = settings.pop("collate", None)
-    args = TrainingArguments(
+    args = training_arguments(options, steps, **settings)
+    kind(model_of(name, options.size), args, train_dataset=data, data_collator=collate, callbacks=[clock]).train()
+    torch._dynamo.reset()
+    return clock
+
+
+def training_arguments(options: argparse.Namespace, steps: int, **settings: Any) -> TrainingArguments:
+    return TrainingArguments(
         tempfile.mkdtemp(),
         max_steps=steps,
         per_device_train_batch_size=options.batch,
@@ -143,9 +152,6 @@ def train(
         disable_tqdm=True,
         **settings,
     )
-    kind(model_of(name, options.size), args, train_dataset=data, data_collator=collate, callbacks=[clock]).train()
-    torch._dynamo.reset()
-    return clock
 
 
 def model_of(name: str, size: int) -> Any:
@@ -206,3 +212,44 @@ def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, floa
         figures[f"usual_{workers}_workers"] = clock.rate(options.batch, WARM_UP, steps)
         print(name, figures, flush=True)
     return figures
+
+
+def first_batch(options: argparse.Namespace) -> dict[str, Any]:
+    """Time how long a training on 50,000 files takes to its first batch, its parts before that included."""
+    count, classes, distinct = 50_000, 100, 100
+    with tempfile.TemporaryDirectory() as folder:
+        datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+        draw_images(Path(folder) / "drawn", distinct, 224)
+        drawn = sorted((Path(folder) / "drawn").glob("*/*.jpg"))
+        for i in range(count):
+            target = Path(folder) / "images" / str(i % classes) / f"{i}.jpg"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.hardlink_to(drawn[i // classes % distinct])
+        start = time.perf_counter()
+        splits = load_splits(data_dir=str(Path(folder) / "images"))
+        scanned = time.perf_counter()
+        model = as_transformers(timm.create_model("resnet18", num_classes=classes))
+        processor = set_image_size(timm_processor(model), 224)
+        begin = time.perf_counter()
+        data, _, _ = build_datasets(splits, processor, DataArguments(), seed=0)
+        built = time.perf_counter()
+        clock = FirstBatch()
+        args = training_arguments(options, 1, dataloader_num_workers=cores())
+        EntameTrainer(model, args, train_dataset=data, callbacks=[clock]).train()
+    return {
+        "files": count,
+        "batch": options.batch,
+        "seconds_to_scan": scanned - start,
+        "seconds_to_build_datasets": built - begin,
+        "seconds_from_train_to_first_batch": clock.seconds,
+    }
+
+
+class FirstBatch(TrainerCallback):
+    """Time from the start of the training to the start of its first step, which has its batch."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start = time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds = time.perf_counter() - self.start
