@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from threadpoolctl import threadpool_limits
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
@@ -164,14 +164,20 @@ def batch_loader(
     return DataLoader(rows, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=BatchMaker(dataset, device))
 
 
-def single_threaded() -> None:
-    """Keep torch's operations in this thread; by default each thread that calls them starts a team of its own."""
-    # Asked for once, so that torch doesn't set it anew.
-    torch.get_num_threads()
-    threadpool_limits(1, user_api="openmp")
+def thread_pool(count: int, name: str) -> ThreadPoolExecutor:
+    """Build a pool of threads in which torch's operations start no threads of their own."""
+    # Looked up here, once: a lookup holds the loader's lock, which a process forked meanwhile would wait for.
+    openmp = ThreadpoolController()
+
+    def begin() -> None:
+        # Asked for once, so that torch doesn't set it anew.
+        torch.get_num_threads()
+        openmp.limit(limits=1, user_api="openmp")
+
+    return ThreadPoolExecutor(count, name, initializer=begin)
 
 
 # One thread, and none of a parent's in a process that was forked.
 @cache
 def _reader(process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "read", initializer=single_threaded)
+    return thread_pool(1, "read")

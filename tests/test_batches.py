@@ -13,6 +13,7 @@ from transformers import ViTImageProcessor
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.batches import batch_loader
 from entame_hf.data import Augmentation, ClassificationDataset, Preparation, load_image_folder, set_image_size
+from entame_hf.data.cache import RecordCache
 
 PROCESSOR = set_image_size(ViTImageProcessor(), 32)
 CPU = torch.device("cpu")
@@ -97,6 +98,13 @@ def test_unreadable_files_are_found_by_workers(folder, tmp_path):
     (target / "a" / "009.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"3 of 200 images could not be read .* At most 1%"):
         batches(images(target, "none"), 50, num_workers=2)
+
+
+def test_a_cache_that_does_not_show_what_it_keeps_is_left(folder, monkeypatch):
+    expected = batches(images(folder, cache_gb=0))
+    monkeypatch.setattr(RecordCache, "put", lambda *_: True)
+    assert equal(batches(images(folder), num_workers=1), expected)
+    assert equal(batches(images(folder)), expected)
 
 
 class Recording(EntameTrainer):

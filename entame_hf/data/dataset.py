@@ -114,10 +114,15 @@ class ClassificationDataset(BatchDataset):
         gpu = device if device is not None and device.type == "cuda" else None
         records = torch.empty(len(asked), self.recorder.length, dtype=torch.uint8, pin_memory=gpu is not None)
         out, rows, todo = records.numpy(), asked.copy(), np.arange(len(asked))
+        tried = None
         # Each round takes from the cache what the one before put there, and the next row for one found unreadable.
         while len(todo):
             rows[todo] = self.unreadable.replace(asked[todo])
             todo = self._take(rows, todo, out)
+            if len(todo) and np.array_equal(rows[todo], tried):
+                # A disk on which other processes' writing doesn't show.
+                self._cache = self._workers = None
+            tried = rows[todo]
             if gpu is not None:
                 todo, gpu = self._decode_on_gpu(rows, todo, out, gpu), None
             todo = self._decode(rows, todo, out)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..batches import single_threaded
+from ..batches import thread_pool
 
 _task: Callable[[int], Any]
 
@@ -29,7 +29,7 @@ def threads() -> ThreadPoolExecutor:
 # A process that was forked has none of its parent's threads.
 @cache
 def _threads(process: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), "decode", initializer=single_threaded)
+    return thread_pool(cores(), "decode")
 
 
 def start_workers(task: Callable[[int], Any], count: int) -> ProcessPoolExecutor | None:
