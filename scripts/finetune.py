@@ -42,6 +42,7 @@ from entame_hf.data import (
 )
 from entame_hf.data.workers import cores
 from entame_hf.demo import demo_dataset, demo_model
+from entame_hf.loss import balanced_class_weights
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
 from entame_hf.models import as_transformers, check_input_size, label_maps, load_classifier, timm_processor
 from entame_hf.runs import check_output_dir, clear_output_dir, last_checkpoint
@@ -225,6 +226,9 @@ def build_trainer(
     evaluation: ClassificationDataset,
     args: RunArguments,
 ) -> EntameTrainer:
+    weights = None
+    if data_args.class_weights == "balanced":
+        weights = balanced_class_weights(train.labels, len(splits.class_names))
     try:
         return EntameTrainer(
             model=model,
@@ -234,7 +238,7 @@ def build_trainer(
             processing_class=processor,
             compute_metrics=metrics_of_predictions(),
             preprocess_logits_for_metrics=predicted_classes,
-            class_weights=train.balanced_class_weights() if data_args.class_weights == "balanced" else None,
+            class_weights=weights,
         )
     # Trackers that are not installed, options that do not go together.
     except (ImportError, RuntimeError, ValueError) as error:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import BaseImageProcessor
 
 from ..batches import BatchDataset
-from ..loss import IGNORED_LABEL, balanced_class_weights
+from ..loss import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
 from .cache import RecordCache, open_cache
 from .columns import label_values
@@ -114,7 +114,7 @@ class ClassificationDataset(BatchDataset):
         gpu = device if device is not None and device.type == "cuda" else None
         records = torch.empty(len(asked), self.recorder.length, dtype=torch.uint8, pin_memory=gpu is not None)
         out, rows, todo = records.numpy(), asked.copy(), np.arange(len(asked))
-        tried = None
+        tried = np.empty(0, np.int64)
         # Each round takes from the cache what the one before put there, and the next row for one found unreadable.
         while len(todo):
             rows[todo] = self.unreadable.replace(asked[todo])
@@ -162,10 +162,6 @@ class ClassificationDataset(BatchDataset):
         other.recorder = Recorder(preparation, self.recorder.augmentation, self.recorder.num_classes)
         other._cache, other._workers = other._open_cache(), None
         return other
-
-    def balanced_class_weights(self) -> Tensor:
-        """Weigh classes so that each counts alike: see [`~loss.balanced_class_weights`]."""
-        return balanced_class_weights(self.labels, self.recorder.num_classes)
 
     def summary(self) -> str | None:
         """Tell which images could not be read so far: one line, `None` where all could."""
