@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Callable
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Images that tests decode are kept for this run alone.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
 
 import pytest
 import timm
@@ -27,6 +32,8 @@ from transformers import (
 )
 
 from entame_hf.models import as_transformers
+
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 # Models this small train fastest on one thread, and idle threads that spin slow down whatever runs beside the tests.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from entame_hf import InputError
+from entame_hf.data import load_splits
 from entame_hf.fold import stock_state_dict
 from entame_hf.models import as_transformers
 
@@ -116,7 +117,7 @@ def test_from_a_folder_of_photos_to_a_model_that_pipeline_loads(tmp_path, photos
     assert timm.create_model(f"local-dir:{out}", pretrained=True).pretrained_cfg["label_names"] == sorted(COLOURS)
 
     classify = pipeline("image-classification", model=str(out))
-    held_out = finetune.load_splits(data_dir=str(photos), seed=42).evaluation
+    held_out = load_splits(data_dir=str(photos), seed=42).evaluation
     right = sum(classify(row["image"]["path"])[0]["label"] == sorted(COLOURS)[row["label"]] for row in held_out)
     assert right / len(held_out) == pytest.approx(results["eval_accuracy"])
 
@@ -398,3 +399,27 @@ def test_inspecting_the_demonstration(tmp_path):
     assert mei[2] == entame[2] == "11.1%"
     assert 12 < float(keep[2].rstrip("%")) < 15
     assert list(tmp_path.iterdir()) == []
+def test_images_are_cropped_and_mixed_and_classes_weighed(tmp_path, photos, timm_folder):
+    options = {
+        "augmentation": "random_resized_crop",
+        "mixup_alpha": 0.2,
+        "cutmix_alpha": 1,
+        "class_weights": "balanced",
+    }
+    finetune.main(arguments(timm_folder, photos, tmp_path / "out", max_steps=2, **options))
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    assert {"eval_accuracy", "eval_accuracy_macro"} <= results.keys()
+
+
+def test_a_stream_is_trained_on_for_so_many_steps(tmp_path, photos, timm_folder):
+    parts = load_splits(data_dir=str(photos))
+    for name, part in (("train", parts.train), ("test", parts.evaluation)):
+        part.map(lambda row: {"image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}}).to_parquet(
+            tmp_path / "data" / f"{name}.parquet"
+        )
+    command = arguments(timm_folder, photos, tmp_path / "out")
+    command[command.index("--data_dir") : command.index("--data_dir") + 2] = ["--dataset_name", str(tmp_path / "data")]
+    with pytest.raises(InputError, match="--streaming needs --max_steps"):
+        finetune.main([*command, "--streaming"])
+    finetune.main([*command, "--streaming", "--max_steps", "9"])
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 9
