@@ -140,6 +140,7 @@ def batch_loader(
     sampler: Sampler | None = None,
     drop_last: bool = False,
     num_workers: int = 0,
+    shuffle: bool = False,
 ) -> DataLoader:
     """Build a loader whose batches are made ahead, for `accelerator.prepare`.
 
@@ -151,6 +152,7 @@ def batch_loader(
             and always for streams.
         drop_last (`bool`, *optional*, defaults to `False`): whether a smaller last batch is left out.
         num_workers (`int`, *optional*, defaults to 0): processes that decode; 0 leaves it to threads of this one.
+        shuffle (`bool`, *optional*, defaults to `False`): a random order, in the place of a sampler.
 
     Returns:
         `torch.utils.data.DataLoader`: gives a [`PendingBatch`] each time; call its `to(device)`.
@@ -158,10 +160,11 @@ def batch_loader(
     dataset.start_workers(num_workers)
     rows: Any = dataset
     if isinstance(dataset, IterableDataset):
-        sampler = None
+        sampler, shuffle = None, False
     else:
         rows = _Rows(dataset)
-    return DataLoader(rows, batch_size, sampler=sampler, drop_last=drop_last, collate_fn=BatchMaker(dataset, device))
+    collate = BatchMaker(dataset, device)
+    return DataLoader(rows, batch_size, shuffle, sampler, drop_last=drop_last, collate_fn=collate)
 
 
 def thread_pool(count: int, name: str) -> ThreadPoolExecutor:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -28,6 +27,7 @@ from .config import EntameConfig
 from .distributed import check_processes, check_sharding
 from .energy.recorder import EnergyRecorder
 from .errors import InputError
+from .feeding import FeedingTrainer
 from .fold import folded, stock_state_dict
 from .freeze import frozen_backbone
 from .heads import TIMM_PREFIX, Head, find_heads, is_peft
@@ -41,7 +41,7 @@ from .training_args import HeadArguments
 logger = logging.get_logger(__name__)
 
 
-class EntameTrainer(ReportingTrainer, HubTrainer):
+class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
     """Fine-tune an image classifier with ENTAME: a drop-in for [`Trainer`].
 
     When `train()` starts afresh, the heads are drawn (with `args.seed`) and their features normalised; when it
@@ -52,7 +52,8 @@ class EntameTrainer(ReportingTrainer, HubTrainer):
         model (`torch.nn.Module`, *optional*): as for [`Trainer`]; a bare timm model is wrapped for transformers.
         args (`TrainingArguments` or [`EntameTrainingArguments`], *optional*):
             With the former, the head's options have their defaults.
-        trainer_args: everything else [`Trainer`] takes, by position or by name.
+        trainer_args: everything else [`Trainer`] takes, by position or by name, and `class_weights` (`torch.Tensor`):
+            (C,), how much each class counts in the loss.
         entame ([`EntameConfig`], *optional*):
             Goes before `args`. Where neither says anything and [`apply_entame`] was called on the model, the
             configuration given there is used.
@@ -176,28 +177,8 @@ class EntameTrainer(ReportingTrainer, HubTrainer):
     def _head_parameters(self) -> list[nn.Parameter]:
         return [parameter for head in self._heads() for parameter in head.module.parameters()]
 
-    # dataloader_drop_last is about training: dropping images from an evaluation reports another accuracy.
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> DataLoader:
-        asked = self.args.dataloader_drop_last
-        self.args.dataloader_drop_last = asked and is_training
-        try:
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        finally:
-            self.args.dataloader_drop_last = asked
-
     # An epoch's last window may hold a smaller micro-batch: its mean loss counts for its examples, not for a batch.
-    # accelerate tells the epoch to the sampler or to the dataset, and to the sampler alone in several processes.
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        if self._batch_maker is not None:
-            self._batch_maker.dataset.set_epoch(int(self.state.epoch or 0))
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._micro_batches = [find_batch_size(batch) or 0 for batch in batches]
         return batches, num_items

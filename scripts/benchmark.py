@@ -315,7 +315,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=50, help="steps a run is timed over")
     parser.add_argument("--batch", type=int, default=256, help="images a step")
-    parser.add_argument("--batch", type=int, default=256)
     feeding = parser.add_argument_group("throughput")
     feeding.add_argument("--models", nargs="+", default=["resnet50", "vit_small_patch16_224"])
     feeding.add_argument("--size", type=int, default=224, help="side of the model's images")

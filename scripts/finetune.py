@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import nn
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
 from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImageProcessor, set_seed
 
 from entame_hf import (
@@ -29,6 +28,7 @@ from entame_hf import (
     apply_entame,
     inspect_head,
 )
+from entame_hf.batches import batch_loader
 from entame_hf.callbacks import EarlyEvaluation
 from entame_hf.cli import FILES, OptionParser
 from entame_hf.data import (
@@ -42,7 +42,6 @@ from entame_hf.data import (
 )
 from entame_hf.data.workers import cores
 from entame_hf.demo import demo_dataset, demo_model
-from entame_hf.loss import balanced_class_weights
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
 from entame_hf.models import as_transformers, check_input_size, label_maps, load_classifier, timm_processor
 from entame_hf.runs import check_output_dir, clear_output_dir, last_checkpoint
@@ -145,13 +144,11 @@ def main(argv: list[str]) -> None:
         raise InputError("No model. Give --model_name_or_path, such as timm/resnet50.a1_in1k.")
     if data_args.dataset_name is None and data_args.data_dir is None:
         raise InputError("No data. Give --dataset_name (a Hub id or a dataset's folder) or --data_dir (images).")
+    if data_args.streaming and args.max_steps <= 0:
+        raise InputError("--streaming needs --max_steps: how many batches a stream holds is not known.")
     if not args.inspect:
         check_output_dir(args, inputs=[model_args.model_name_or_path, data_args.dataset_name, data_args.data_dir])
         args.resume_from_checkpoint = last_checkpoint(args)
-    if data_args.streaming and args.max_steps <= 0:
-        raise InputError("--streaming needs --max_steps: how many batches a stream holds is not known.")
-    check_output_dir(args, inputs=[model_args.model_name_or_path, data_args.dataset_name, data_args.data_dir])
-    args.resume_from_checkpoint = last_checkpoint(args)
     with args.main_process_first(desc="loading the data"):
         splits = data_args.load(args.seed)
     check_classes(model_args, splits)
@@ -165,7 +162,7 @@ def main(argv: list[str]) -> None:
     if args.inspect:
         inspect(model, train, args)
         return
-    trainer = build_trainer(model, processor, train, evaluation, args)
+    trainer = build_trainer(model, processor, train, evaluation, args, data_args.loss_weights(train))
     trainer.card_options = {
         "dataset_tags": data_args.dataset_name,
         "dataset_args": data_args.dataset_config_name,
@@ -189,7 +186,7 @@ def prepare_data(
     model_args: ModelArguments,
     data_args: DataArguments,
     args: RunArguments,
-) -> tuple[BaseImageProcessor, ClassificationDataset, ClassificationDataset]:
+) -> tuple[BaseImageProcessor, Any, Any]:
     if model_args.image_size is not None:
         processor = set_image_size(processor, model_args.image_size)
     check_input_size(model, output_size(processor))
@@ -199,22 +196,15 @@ def prepare_data(
     if isinstance(processor, TimmWrapperImageProcessor):
         # Where timm and transformers look for a timm model's mean, std, size and crop.
         model.config.pretrained_cfg = update_pretrained_cfg(model.config.pretrained_cfg, processor)
-    evaluation = ClassificationDataset(
-        splits.evaluation,
-        *columns,
-        Preparation(processor),
-        name="evaluation",
-        evaluation=True,
-        cache_gb=data_args.image_cache_gb,
-    )
     return processor, train, evaluation
 
 
-def inspect(model: nn.Module, train: ClassificationDataset, args: RunArguments) -> None:
+def inspect(model: nn.Module, train: Any, args: RunArguments) -> None:
     if args.process_index != 0:
         return
     set_seed(args.seed)
-    batches = DataLoader(train, args.per_device_train_batch_size, shuffle=True)
+    loader = batch_loader(train, args.per_device_train_batch_size, args.device, shuffle=True)
+    batches = (batch.to(args.device) for batch in loader)
     config = EntameConfig(phi_w=args.phi_w, noise_lambda=args.noise_lambda)
     print(inspect_head(model.to(args.device), batches, config, learning_rate=args.learning_rate, seed=args.seed))
 
@@ -222,13 +212,11 @@ def inspect(model: nn.Module, train: ClassificationDataset, args: RunArguments) 
 def build_trainer(
     model: PreTrainedModel,
     processor: BaseImageProcessor,
-    train: ClassificationDataset,
-    evaluation: ClassificationDataset,
+    train: Any,
+    evaluation: Any,
     args: RunArguments,
+    class_weights: Tensor | None = None,
 ) -> EntameTrainer:
-    weights = None
-    if data_args.class_weights == "balanced":
-        weights = balanced_class_weights(train.labels, len(splits.class_names))
     try:
         return EntameTrainer(
             model=model,
@@ -238,7 +226,7 @@ def build_trainer(
             processing_class=processor,
             compute_metrics=metrics_of_predictions(),
             preprocess_logits_for_metrics=predicted_classes,
-            class_weights=weights,
+            class_weights=class_weights,
         )
     # Trackers that are not installed, options that do not go together.
     except (ImportError, RuntimeError, ValueError) as error:
@@ -275,10 +263,8 @@ def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArgument
     if not args.inspect:
         check_output_dir(args, inputs=[])
     args.energy_logging_steps = max(args.energy_logging_steps, 1)
-    splits = split_dataset(demo_dataset(), **split_options(data_args, args.seed))
-    rows, run_name = [], args.run_name
     splits = split_dataset(demo_dataset(), **data_args.split_options(args.seed))
-    rows = []
+    rows, run_name = [], args.run_name
     for method, title in DEMO_METHODS.items():
         set_seed(args.seed)
         args.entame_method, args.run_name = method, f"{run_name}-{method}"

@@ -399,6 +399,8 @@ def test_inspecting_the_demonstration(tmp_path):
     assert mei[2] == entame[2] == "11.1%"
     assert 12 < float(keep[2].rstrip("%")) < 15
     assert list(tmp_path.iterdir()) == []
+
+
 def test_images_are_cropped_and_mixed_and_classes_weighed(tmp_path, photos, timm_folder):
     options = {
         "augmentation": "random_resized_crop",

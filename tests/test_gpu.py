@@ -8,13 +8,13 @@ import pytest
 import timm
 import torch
 from conftest import RandomImages
-from test_batches import PROCESSOR, folder, images  # noqa: F401
+from test_batches import folder as photos  # noqa: F401
+from test_batches import images
 from test_data_jpeg import JPEGS
 from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame, inspect_head
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame
 from entame_hf.batches import batch_loader
 from entame_hf.layers import ZNorm
 
@@ -180,13 +180,15 @@ def test_inspecting_a_model_on_the_gpu():
         assert vars(on_gpu[method]) == pytest.approx(vars(start), rel=2e-2, abs=1e-6), method
     half = inspect_head(model.half(), [(data.images, data.labels)]).methods
     assert half["base"].features == pytest.approx(on_cpu["base"].features, rel=0.1)
+
+
 @pytest.mark.parametrize("augmentation", ["none", "flip", "random_resized_crop", "randaugment"])
-def test_batches_are_those_of_the_cpu(folder, augmentation, tmp_path, monkeypatch):  # noqa: F811
+def test_batches_are_those_of_the_cpu(photos, augmentation, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     cuda, rows = torch.device("cuda"), list(range(60))
-    expected = images(folder, augmentation, cache_gb=0)
+    expected = images(photos, augmentation, cache_gb=0)
     expected = expected.finish(expected.read(rows))
-    data = images(folder, augmentation)
+    data = images(photos, augmentation)
     # Half of the files are JPEGs, which nvJPEG decodes a little differently; afterwards all are in the cache.
     first, again = (next(iter(batch_loader(data, 60, cuda))).to(cuda) for _ in range(2))
     assert torch.equal(first["pixel_values"], again["pixel_values"])
@@ -195,6 +197,8 @@ def test_batches_are_those_of_the_cpu(folder, augmentation, tmp_path, monkeypatc
     assert difference.mean() < 3 * 2 / 255
     pngs = torch.tensor([path["path"].endswith("png") for path in data.dataset["image"]])
     assert difference[pngs].mean() < 0.5 * 2 / 255
+
+
 def test_what_a_gpu_cannot_decode_is_decoded_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for i, (name, data) in enumerate(JPEGS.items()):

@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from transformers import BaseImageProcessor
 
 from ..errors import InputError
+from ..loss import balanced_class_weights
 from .augmentation import AUGMENTATIONS, Augmentation
 from .dataset import ClassificationDataset
 from .preparation import Preparation
@@ -63,6 +65,12 @@ class DataArguments:
         if self.streaming:
             return load_streams(**where, **options)
         return load_splits(**where, data_dir=self.data_dir, **options)
+
+    def loss_weights(self, train: ClassificationDataset) -> Tensor | None:
+        """Weigh the classes of the training part, if that was asked for."""
+        if self.class_weights != "balanced":
+            return None
+        return balanced_class_weights(train.labels, train.recorder.num_classes)
 
     def split_options(self, seed: int) -> dict[str, Any]:
         """Give what [`split_dataset`] takes."""

@@ -1,0 +1,76 @@
+"""A trainer whose input keeps up with its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from .batches import BatchDataset, batch_loader
+from .loss import ClassificationLoss, are_shares
+
+
+class FeedingTrainer(Trainer):
+    """A [`Trainer`] that takes whole batches from a [`BatchDataset`], class weights, and labels that are shares.
+
+    Args:
+        args, kwargs: what [`Trainer`] takes.
+        class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts in the loss; 1 each by default.
+    """
+
+    args: Any
+    state: Any
+    label_smoother: Any
+
+    def __init__(self, *args: Any, class_weights: Tensor | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._batch_maker: Any = None
+        if class_weights is not None:
+            self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
+
+    # dataloader_drop_last is about training: dropping images from an evaluation reports another accuracy. Our datasets
+    # make their batches on the device, where Trainer's loader would collate items.
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> DataLoader:
+        asked = self.args.dataloader_drop_last
+        if isinstance(dataset, BatchDataset):
+            sampler = sampler_fn(dataset) if sampler_fn else None
+            drop_last, workers = asked and is_training, self.args.dataloader_num_workers
+            loader = batch_loader(dataset, batch_size, self.args.device, sampler, drop_last, workers)
+            self._batch_maker = loader.collate_fn if is_training else self._batch_maker
+            # Each process makes its own batches: the first one has none to hand out.
+            self.accelerator.dataloader_config.dispatch_batches = False
+            return self.accelerator.prepare(loader)
+        self.args.dataloader_drop_last = asked and is_training
+        try:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        finally:
+            self.args.dataloader_drop_last = asked
+
+    # accelerate tells the epoch to the sampler or to the dataset, and to the sampler alone in several processes.
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        if self._batch_maker is not None:
+            self._batch_maker.set_epoch(int(self.state.epoch or 0))
+        return super().get_batch_samples(*args, **kwargs)
+
+    # Models take shares of classes for several labels an image.
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if are_shares(inputs.get("labels"), self.model) and not isinstance(self.label_smoother, ClassificationLoss):
+            self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    # The device is busy after a step was given to it, and nothing waits for it yet.
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(*args, **kwargs)
+        if self._batch_maker is not None:
+            self._batch_maker.prepare()
+        return loss
