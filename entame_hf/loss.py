@@ -19,12 +19,12 @@ class ClassificationLoss:
     examples, not over their weights: it is the same however they are split into micro-batches and processes.
 
     Args:
-        smoothing (`float`, *optional*, defaults to 0): the share of each label that goes to all classes alike.
+        epsilon (`float`, *optional*, defaults to 0): the share of each label that goes to all classes alike.
         class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts; by default 1 each.
     """
 
-    def __init__(self, smoothing: float = 0.0, class_weights: Tensor | None = None) -> None:
-        self.smoothing, self.class_weights = smoothing, class_weights
+    def __init__(self, epsilon: float = 0.0, class_weights: Tensor | None = None) -> None:
+        self.epsilon, self.class_weights = epsilon, class_weights
 
     def __call__(self, outputs: Any, labels: Tensor, **kwargs: Any) -> Tensor:
         """Compute the loss.
@@ -46,7 +46,7 @@ class ClassificationLoss:
         else:
             labels = labels.flatten()
             count = (labels != IGNORED_LABEL).sum()
-        total = cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.smoothing)
+        total = cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.epsilon)
         return total / count
 
 
