@@ -165,7 +165,12 @@ def test_energies_in_half_precision_are_those_in_full(tmp_path, precision):
     changes = {"max_steps": 1, "energy_logging_steps": 1}
     (full,) = measured(tmp_path, **changes)
     (half,) = measured(tmp_path, **changes, **{precision: True})
-    for name in ("total", "noise_share", "features", "feature_var", "grad_norm_backbone", "grad_norm_head"):
+    names = {"total", "noise_share", "features", "feature_var", "grad_norm_backbone", "grad_norm_head"}
+    if precision == "fp16":
+        # The backbone's gradient overflows at that scale, which the scaler takes back later: it is left out.
+        names.remove("grad_norm_backbone")
+        assert "energy/grad_norm_backbone" not in half
+    for name in names:
         assert half[f"energy/{name}"] == pytest.approx(full[f"energy/{name}"], rel=0.1), name
 
 
