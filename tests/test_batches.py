@@ -58,7 +58,13 @@ def test_batches_depend_on_neither_workers_nor_cache(folder):
     data = images(folder)
     assert equal(batches(data, num_workers=2), expected)
     assert data.is_ready(list(range(60)))
-    assert equal(batches(data), expected)
+    # Workers are let go once there is nothing left for them.
+    assert data._workers is not None
+    data.set_epoch(1)
+    assert data._workers is None
+    data.set_epoch(0)
+    assert equal(batches(data, num_workers=2), expected)
+    assert data._workers is None
     assert equal(batches(images(folder), num_workers=2), expected)
     data.set_epoch(1)
     assert not equal(batches(data), expected)

@@ -150,9 +150,9 @@ class RecordCache:
             self.kept = 0
             return False
 
-    def is_complete(self) -> bool:
-        """Tell whether every row was seen to be here."""
-        return bool(self._whole.all())
+    def known(self) -> int:
+        """Count the rows that were seen to be here."""
+        return int(self._whole.sum())
 
 
 def _make_room(folder: Path, own: Path, needed: int, limit: int) -> int:

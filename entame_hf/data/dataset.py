@@ -24,6 +24,8 @@ from .workers import start_workers, threads, work
 
 # Images that a worker gets at a time.
 _CHUNK = 8
+# Share of the images with which the cache needs no workers.
+_MOST = 0.9
 
 
 class ClassificationDataset(BatchDataset):
@@ -139,13 +141,21 @@ class ClassificationDataset(BatchDataset):
         """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
         return self.recorder.finish(batch, device)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next; processes that have little left to decode are let go."""
+        if epoch != self.epoch and self._workers and self._has_most():
+            # Beside processes that were forked from it, the training's own is slower.
+            self._workers.shutdown(wait=False)
+            self._workers = None
+        super().set_epoch(epoch)
+
     def start_workers(self, count: int) -> None:
-        """Let processes decode, unless all images are in the cache already.
+        """Let processes decode, unless the cache has most of the images already.
 
         Args:
             count (`int`): how many; 0 leaves it to threads of this process.
         """
-        if count and not self._workers and not (self._cache and self._cache.is_complete()):
+        if count and not self._workers and not self._has_most():
             self._workers = start_workers(self._decode_one, count)
 
     def with_processor(self, processor: BaseImageProcessor) -> "ClassificationDataset":
@@ -211,6 +221,9 @@ class ClassificationDataset(BatchDataset):
         if isinstance(record, UnreadableImageError):
             return record
         return None if self._keep(row, record) else record
+
+    def _has_most(self) -> bool:
+        return self._cache is not None and self._cache.known() >= _MOST * len(self)
 
     def _keep(self, row: int, record: Record) -> bool:
         return self._cache is not None and self._cache.put(row, record)
