@@ -10,7 +10,7 @@ demo: .venv/demo  ## EfficientNet-Lite0 on MNIST-5k, as usual and with ENTAME, o
 	$(KEEP_MEMORY) $(BIN)/python scripts/finetune.py --output_dir out/demo --overwrite
 
 test: .venv/test  ## The tests that need neither a GPU nor much time
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: .venv/test  ## The tests that take longer
 	$(KEEP_MEMORY) $(BIN)/python -m pytest -m slow
