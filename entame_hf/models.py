@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,28 @@ from .errors import InputError
 from .fold import fold_entame
 from .heads import TIMM_PREFIX, base_model, is_peft, timm_model
 from .patch import apply_entame, carry_marks, was_adapted
+
+
+@dataclass
+class ModelArguments:
+    """Say which model a script fine-tunes and what its images look like."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "An id on the Hub (timm/... included) or a local folder."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository holds."})
+    num_labels: int | None = field(
+        default=None, metadata={"help": "How many classes you expect; the run stops where the data has others."}
+    )
+    image_size: int | None = field(default=None, metadata={"help": "Side of the images; by default the model's."})
+    normalization: str = field(
+        default="model",
+        metadata={
+            "help": "Whose mean and std images are normalised with: the model's or the training part's (the paper).",
+            "choices": ["model", "dataset"],
+        },
+    )
 
 
 def load_classifier(

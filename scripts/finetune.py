@@ -43,7 +43,14 @@ from entame_hf.data import (
 from entame_hf.data.workers import cores
 from entame_hf.demo import demo_dataset, demo_model
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
-from entame_hf.models import as_transformers, check_input_size, label_maps, load_classifier, timm_processor
+from entame_hf.models import (
+    ModelArguments,
+    as_transformers,
+    check_input_size,
+    label_maps,
+    load_classifier,
+    timm_processor,
+)
 from entame_hf.runs import check_output_dir, clear_output_dir, last_checkpoint
 
 METRICS = ("loss", "accuracy", "accuracy_macro", "f1_macro")
@@ -67,28 +74,6 @@ DEMO_DEFAULTS = {
     "normalization": "dataset",
     "test_fraction": 0.2,
 }
-
-
-@dataclass
-class ModelArguments:
-    """Say which model is fine-tuned and what its images look like."""
-
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "An id on the Hub (timm/... included) or a local folder."}
-    )
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository holds."})
-    num_labels: int | None = field(
-        default=None, metadata={"help": "How many classes you expect; the run stops where the data has others."}
-    )
-    image_size: int | None = field(default=None, metadata={"help": "Side of the images; by default the model's."})
-    normalization: str = field(
-        default="model",
-        metadata={
-            "help": "Whose mean and std images are normalised with: the model's or the training part's (the paper).",
-            "choices": ["model", "dataset"],
-        },
-    )
 
 
 @dataclass

@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import datasets
@@ -164,8 +165,9 @@ def model_of(name: str, size: int) -> Any:
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Train each model on images from the device (a), through Trainer's usual transforms (b) and through ours (c).
 
-    All in one process, one after another. The first steps warm up. Ours decodes in its first epoch, which is given
-    apart, and has the images in its cache afterwards; between epochs it waits for the first batch, which is counted.
+    All in one process. Ours decodes in its first epoch, which is given apart, and has the images in its cache
+    afterwards: then runs of (a) and (c) take turns, because machines change their pace, and each pair gives a ratio.
+    Each run's first epoch warms up; between epochs, the first batch is waited for, which is counted.
     """
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -185,25 +187,33 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, float]:
+def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, Any]:
     processor = set_image_size(timm_processor(model_of(name, options.size)), options.size)
     epoch = len(rows) // options.batch
     last = epoch * options.epochs
     on_device = OnDevice(epoch * options.batch, options.size)
-    clock = train(
-        EntameTrainer, options, name, on_device, last, collate=on_device.collate, dataloader_pin_memory=False
-    )
-    figures = {"device": clock.rate(options.batch, epoch, last)}
-    print(name, figures, flush=True)
-    del on_device
+    figures: dict[str, Any] = {}
     for augmentation in options.augmentations:
         whole = augmentation == "random_resized_crop"
         preparation = Preparation(processor, exact=False, whole=whole)
         ours = ClassificationDataset(rows, "image", "label", preparation, Augmentation(augmentation))
-        clock = train(EntameTrainer, options, name, ours, last, dataloader_num_workers=cores())
+        feed = {"dataloader_num_workers": cores()}
+        clock = train(EntameTrainer, options, name, ours, epoch, **feed)
         figures[f"ours_{augmentation}_first_epoch"] = clock.rate(options.batch, WARM_UP, epoch)
-        figures[f"ours_{augmentation}"] = clock.rate(options.batch, epoch, last)
-        figures[f"ours_{augmentation}_over_device"] = figures[f"ours_{augmentation}"] / figures["device"]
+        pairs = []
+        for _ in range(options.pairs):
+            ready = train(
+                EntameTrainer, options, name, on_device, last, collate=on_device.collate, dataloader_pin_memory=False
+            )
+            pairs.append(
+                [
+                    clock.rate(options.batch, epoch, last)
+                    for clock in (ready, train(EntameTrainer, options, name, ours, last, **feed))
+                ]
+            )
+        figures["device"] = median(ready for ready, _ in pairs)
+        figures[f"ours_{augmentation}"] = median(fed for _, fed in pairs)
+        figures[f"ours_{augmentation}_over_device"] = [fed / ready for ready, fed in pairs]
         print(name, figures, flush=True)
     usual = UsualTransforms(rows, evaluation_transform(processor))
     for workers in options.workers:

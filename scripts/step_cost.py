@@ -1,0 +1,152 @@
+"""What a training step costs: ours beside Trainer's, and measured for its error beside not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from throughput import OnDevice, model_of
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from entame_hf import EntameTrainer, EntameTrainingArguments
+
+
+class StepTimer(TrainerCallback):
+    """Time each step after the first `skip`, with the device's queue empty at its ends."""
+
+    def __init__(self, skip: int) -> None:
+        self.skip = skip
+        self.ends: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.skip:
+            torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
+
+    def median(self) -> float:
+        """A hiccup of the machine is no step's cost: the median leaves it out."""
+        return median(end - start for start, end in pairwise(self.ends))
+
+
+def train(kind: type[Trainer], options: argparse.Namespace, args: TrainingArguments, timer: TrainerCallback) -> None:
+    """Train on images that lie on the device, so that nothing but the step is left to time: a ResNet-50 at 224 px on
+    a GPU, and an EfficientNet-Lite0 at 64 px on a CPU.
+    """
+    name, side = ("resnet50", 224) if args.device.type == "cuda" else ("tf_efficientnet_lite0", 64)
+    torch.manual_seed(0)
+    data = OnDevice(4 * options.batch, side)
+    trainer = kind(model_of(name, side), args, train_dataset=data, data_collator=data.collate, callbacks=[timer])
+    # What is logged is not what is asked for here.
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+def quiet_arguments(options: argparse.Namespace, kind: type[TrainingArguments], **changes: Any) -> TrainingArguments:
+    return kind(
+        tempfile.mkdtemp(),
+        per_device_train_batch_size=options.batch,
+        learning_rate=1e-4,
+        bf16=torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        **changes,
+    )
+
+
+def overhead(options: argparse.Namespace) -> dict[str, Any]:
+    """Time steps of both trainers in bf16 on a GPU."""
+
+    def seconds_per_step(kind: type[Trainer]) -> float:
+        timer = StepTimer(skip=25)
+        args = quiet_arguments(options, TrainingArguments, max_steps=25 + options.steps, logging_steps=options.steps)
+        train(kind, options, args, timer)
+        return timer.median()
+
+    pairs = []
+    for repeat in range(options.repeats + 1):
+        # Neither is always the one that runs on a card warmed by the other.
+        order = (Trainer, EntameTrainer) if repeat % 2 else (EntameTrainer, Trainer)
+        times = {kind.__name__: seconds_per_step(kind) for kind in order}
+        if repeat:  # The first pair pays for cuDNN's choice of kernels.
+            pairs.append(times)
+    ratios = [pair["EntameTrainer"] / pair["Trainer"] for pair in pairs]
+    return {
+        "batch": options.batch,
+        "milliseconds_per_step_trainer": 1e3 * median(pair["Trainer"] for pair in pairs),
+        "milliseconds_per_step_entame_trainer": 1e3 * median(pair["EntameTrainer"] for pair in pairs),
+        "ratio_median": median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+        "pairs": len(pairs),
+    }
+
+
+class BlockTimer(TrainerCallback):
+    """Give each block of steps a setting of `energy_logging_steps` in turn, and mark its ends on the device.
+
+    Args:
+        steps (`int`): how long a block is.
+        skip (`int`): where the first begins.
+        settings (`dict[str, int]`): by name; the blocks take turns.
+    """
+
+    def __init__(self, steps: int, skip: int, settings: dict[str, int]) -> None:
+        self.steps, self.skip, self.settings = steps, skip, settings
+        self.marks: list[Any] = []
+
+    # The recorder reads its setting after this.
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step >= self.skip and state.global_step % self.steps == 0:
+            block = len(self.marks)
+            args.energy_logging_steps = list(self.settings.values())[block % len(self.settings)]
+            if args.device.type == "cuda":
+                self.marks.append(torch.cuda.Event(enable_timing=True))
+                self.marks[-1].record()
+            else:
+                self.marks.append(time.perf_counter())
+
+    def milliseconds(self) -> dict[str, list[float]]:
+        """A step of each block, by setting."""
+        if isinstance(self.marks[0], float):
+            blocks = [1e3 * (end - start) for start, end in pairwise(self.marks)]
+        else:
+            torch.cuda.synchronize()
+            blocks = [start.elapsed_time(end) for start, end in pairwise(self.marks)]
+        return {
+            name: [block / self.steps for block in blocks[index :: len(self.settings)]]
+            for index, name in enumerate(self.settings)
+        }
+
+
+def energy(options: argparse.Namespace) -> dict[str, Any]:
+    """Time blocks of ten steps of one training that take turns: none measured, one (as scripts/finetune.py logs), all.
+
+    Their order stays the same, and each block is compared with the unmeasured ones before and after it.
+    """
+    steps, skip = 10, 30
+    timer = BlockTimer(steps, skip, {"none": 0, "one_in_ten": 1, "none_again": 0, "all": sys.maxsize})
+    blocks = len(timer.settings) * options.repeats
+    args = quiet_arguments(options, EntameTrainingArguments, max_steps=skip + steps * blocks + 1, logging_steps=steps)
+    train(EntameTrainer, options, args, timer)
+    times = timer.milliseconds()
+    result: dict[str, Any] = {"batch": options.batch, "milliseconds_per_step": median(times["none"])}
+    for name, around in (("one_in_ten", ("none", "none_again")), ("all", ("none_again", "none"))):
+        before, after = (times[other] for other in around)
+        # What follows the last block of all steps is the next round's first.
+        after = after if name == "one_in_ten" else after[1:]
+        ratios = [2 * time_ / (a + b) for time_, a, b in zip(times[name], before, after, strict=False)]
+        result |= {
+            f"ratio_{name}_median": median(ratios),
+            f"ratio_{name}_min": min(ratios),
+            f"ratio_{name}_max": max(ratios),
+        }
+    return result | {"rounds": options.repeats}
