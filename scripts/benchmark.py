@@ -8,6 +8,7 @@ python scripts/benchmark.py save          saving a ViT-B with EntameTrainer over
 python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
 python scripts/benchmark.py throughput    images a second from the device, by Trainer's usual transforms, and by ours
 python scripts/benchmark.py first_batch   from the start of a training on 50,000 files to its first batch
+python scripts/benchmark.py scaling       the same batch a process on 1, 2, 4... GPUs of one host
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import timm
 import torch
 import transformers
+from scaling import scaling
 from step_cost import energy, overhead
 from throughput import first_batch, throughput
 from torch.nn.functional import cross_entropy
@@ -148,6 +150,7 @@ def main() -> None:
         "cpu_layout": cpu_layout,
         "throughput": throughput,
         "first_batch": first_batch,
+        "scaling": scaling,
     }
     parser.add_argument("what", choices=measurements)
     parser.add_argument("--repeats", type=int, default=7)
