@@ -3,7 +3,7 @@
     python scripts/reproduce.py --results scripts/results/lite0_mnist5k.jsonl
 
 Every run goes through `EntameTrainer` and leaves one JSON line; runs whose line is there already are skipped. The
-table of all lines is printed at the end.
+table of all lines is printed at the end, and the accuracy over the steps is drawn beside the lines.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from entame_hf.callbacks import EarlyEvaluation
 from entame_hf.config import Method
 from entame_hf.demo import demo_dataset, demo_model
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
+from entame_hf.plots import accuracy_curves, save_figures
 
 EARLY_STEPS = 10
+TRAIN_SIZE, BATCH = 4000, 256
 # What makes two runs of one method and seed comparable.
 SETTINGS = ("learning_rate", "epochs", "max_grad_norm", "side", "split_seed")
 
@@ -55,13 +57,13 @@ class TensorImages(Dataset):
         return {"pixel_values": image, "labels": self.labels[index]}
 
 
-def mnist_5k(side: int, split_seed: int, train_size: int = 4000) -> tuple[TensorImages, TensorImages]:
+def mnist_5k(side: int, split_seed: int) -> tuple[TensorImages, TensorImages]:
     rows = demo_dataset()["train"]
     images = torch.stack([pil_to_tensor(image) for image in rows["image"]]).float().expand(-1, 3, -1, -1) / 255
     images = interpolate(images, size=(side, side), mode="bilinear", align_corners=False)
     labels = torch.tensor(rows["label"])
     order = torch.from_numpy(np.random.RandomState(split_seed).permutation(len(labels)))
-    train, test = order[:train_size], order[train_size:]
+    train, test = order[:TRAIN_SIZE], order[TRAIN_SIZE:]
     std, centre = torch.std_mean(images[train], dim=(0, 2, 3), keepdim=True)
     images = (images - centre) / std
     return TensorImages(images[train], labels[train], flip=True), TensorImages(images[test], labels[test], flip=False)
@@ -74,7 +76,7 @@ def one_run(method: str, seed: int, options: argparse.Namespace, data: tuple[Ten
         seed=seed,
         learning_rate=options.learning_rate,
         num_train_epochs=options.epochs,
-        per_device_train_batch_size=256,
+        per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=1000,
         dataloader_drop_last=True,
         dataloader_pin_memory=False,
@@ -100,7 +102,7 @@ def one_run(method: str, seed: int, options: argparse.Namespace, data: tuple[Ten
     trainer.train()
     log = trainer.state.log_history
     accuracy = {entry["step"]: entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry}
-    steps_per_epoch = trainer.state.max_steps // options.epochs
+    steps_per_epoch = TRAIN_SIZE // BATCH
     return {
         "method": method,
         "seed": seed,
@@ -137,6 +139,16 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def accuracy_over_steps(lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    runs: dict[str, list[Any]] = {}
+    for line in lines:
+        early, later = line["accuracy_by_step"], line["accuracy_by_epoch"]
+        # The first step is 1, and an epoch ends with a whole batch.
+        steps = [*range(1, len(early) + 1), *(TRAIN_SIZE // BATCH * (epoch + 1) for epoch in range(len(later)))]
+        runs.setdefault(line["method"], []).append((steps, early + later))
+    return runs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, help="file that JSON lines are appended to")
@@ -167,6 +179,8 @@ def main() -> None:
             with options.results.open("a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
     print(table(lines))
+    picture = accuracy_curves(accuracy_over_steps(lines), title="EfficientNet-Lite0 on MNIST-5k")
+    save_figures({options.results.stem: picture}, options.results.parent)
 
 
 if __name__ == "__main__":
