@@ -16,7 +16,7 @@ def escape(text: Any) -> str:
     Example:
 
     ```python
-    >>> from entame_hf.markdown import escape
+    >>> from entame_hf.model_card.markdown import escape
 
     >>> escape("a|b\\n<i>")
     'a&#124;b &#60;i&#62;'

@@ -62,7 +62,7 @@ def update_card(existing: str | None, generated: str) -> str:
 
     ```python
     >>> from huggingface_hub import ModelCardData
-    >>> from entame_hf.card_update import generated_card, update_card
+    >>> from entame_hf.model_card.update import generated_card, update_card
 
     >>> card = generated_card(ModelCardData(license="mit"), "# Birds")
     >>> update_card(card + "\\nMy own words.\\n", card).endswith("My own words.\\n")

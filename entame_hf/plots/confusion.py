@@ -46,7 +46,7 @@ def class_scores(matrix: np.ndarray) -> ClassScores:
 
     ```python
     >>> import numpy as np
-    >>> from entame_hf.confusion import class_scores
+    >>> from entame_hf.plots import class_scores
 
     >>> class_scores(np.array([[3, 1], [0, 4]])).precision
     array([1. , 0.8])
