@@ -150,6 +150,10 @@ def shareable_config(model: nn.Module, record: dict[str, Any] | None) -> Iterato
         changes["model_args"] = model.config.model_args or {}
         # transformers keeps the names that a checkpoint came with, whatever its new labels are.
         changes["label_names"] = class_names(model.config)
+        if model.config.pretrained_cfg:
+            # Where on this machine timm read the weights is nobody else's business.
+            places = ("file", "source")
+            changes["pretrained_cfg"] = {k: v for k, v in model.config.pretrained_cfg.items() if k not in places}
     values = vars(model.config)
     before = {name: values[name] for name in changes if name in values}
     values.update(changes)

@@ -224,6 +224,15 @@ def test_an_untrained_wrapper_is_saved_under_timms_names(tmp_path):
     assert "entame" not in json.loads((tmp_path / "saved" / "config.json").read_text())
 
 
+def test_no_config_says_where_timm_read_the_weights(tmp_path):
+    train(tmp_path / "first", timm_resnet())
+    model = timm.create_model(f"local-dir:{tmp_path / 'first' / 'checkpoint-4'}", pretrained=True)
+    trainer = train(tmp_path / "second", model, entame_method="keep")
+    assert str(tmp_path) not in (tmp_path / "second" / "checkpoint-4" / "config.json").read_text()
+    assert trainer.model.config.pretrained_cfg["source"] == "local-dir"
+    timm.create_model(f"local-dir:{tmp_path / 'second' / 'checkpoint-4'}", pretrained=True)
+
+
 def test_saving_a_head_without_a_bias_over_normalised_features_is_refused():
     model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False))
     apply_entame(model, EntameConfig(head="0"))
