@@ -37,10 +37,18 @@ class HubTrainer(ResumableTrainer):
         )
         self.push_in_progress = None
 
-    # A pickle of the arguments holds the token and paths of this machine, and nothing ever reads it.
+    # A pickle of the arguments holds the token and paths of this machine, and nothing ever reads it. peft writes a
+    # card of blanks and the base model's path, over one that is there.
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        card = folder / CARD
+        before = card.read_bytes() if card.exists() else None
         super()._save(output_dir, state_dict)
-        Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+        if before is None:
+            card.unlink(missing_ok=True)
+        else:
+            card.write_bytes(before)
 
     # Trainer uploads whatever is in the folder, writes over a card that was edited on the Hub, and loses its way back
     # where the upload breaks.

@@ -9,7 +9,6 @@ from transformers.utils import logging
 
 from .energy.base_noise import BaseNoise
 from .evaluations import Evaluations
-from .heads import is_peft
 
 logger = logging.get_logger(__name__)
 
@@ -39,17 +38,14 @@ class ReportingTrainer(Trainer):
             self.evaluations.observe(output, self.state)
         return output
 
-    # Trainer's card does not know what was done to the model, and draws nothing. An adapter's is peft's.
+    # Trainer's card does not know what was done to the model, and draws nothing.
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        options = {**self.card_options, **kwargs}
-        if is_peft(self.model):
-            super().create_model_card(*args, **options)
-        elif self.is_world_process_zero():
+        if self.is_world_process_zero():
             try:
                 # Imported here: drawing takes long to import, and most processes never draw.
                 from .model_card import write_model_card
 
-                write_model_card(self, *args, **options)
+                write_model_card(self, *args, **{**self.card_options, **kwargs})
             # The model is saved, and no card is worth a training.
             except Exception as error:
                 logger.warning(f"The model card was not written: {error} ({type(error).__name__}).")

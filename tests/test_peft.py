@@ -1,5 +1,7 @@
 """Adapters: the head that peft trains is found, started, saved folded and resumed."""
 
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -8,6 +10,7 @@ import pytest
 import timm
 import torch
 from conftest import TINY_VIT, RandomImages
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import cross_entropy
 from transformers import ViTConfig, ViTForImageClassification
@@ -119,6 +122,42 @@ def test_the_best_adapter_comes_back_with_its_statistics(tmp_path):
     trainer.train()
     losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_the_card_of_an_adapter_is_the_best_one_s_and_keeps_what_people_wrote(tmp_path):
+    vit().save_pretrained(tmp_path / "base")
+    options = {"learning_rate": 0.3, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2}
+    args = arguments(tmp_path / "out", load_best_model_at_end=True, **options)
+    trainer = EntameTrainer(with_adapters(vit(tmp_path / "base")), args, train_dataset=DATA, eval_dataset=DATA)
+    trainer.train()
+    trainer.save_model()
+    file = tmp_path / "out" / "README.md"
+    assert not file.exists()  # peft's has nothing but blanks.
+    trainer.create_model_card()
+    file.write_text(file.read_text() + "\nMy own words.\n")
+    trainer.save_model()
+    trainer.create_model_card()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert f"| loss | {min(losses):.4g} |" in file.read_text()
+    assert file.read_text().endswith("\nMy own words.\n")
+    assert file.read_text().count("## Citation") == 1
+    assert str(tmp_path) not in file.read_text()
+    trainer.create_model_card(finetuned_from="someone/vit")
+    data = ModelCard.load(file).data
+    assert (data.library_name, data.base_model, data.base_model_relation) == ("peft", "someone/vit", "adapter")
+    # In a process without this package, as it stands.
+    shutil.copytree(tmp_path / "base", tmp_path / "out" / "someone" / "vit")
+    (snippet,) = re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL)
+    torch.save((DATA.images, logits(trainer.model)), tmp_path / "out" / "expected.pt")
+    check = """
+        import torch
+        images, expected = torch.load("expected.pt")
+        with torch.no_grad():
+            torch.testing.assert_close(model(images).logits, expected, rtol=0, atol=1e-4)
+    """
+    command = [sys.executable, "-I", "-c", snippet + textwrap.dedent(check)]
+    result = subprocess.run(command, cwd=tmp_path / "out", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_merging_gives_the_stock_model(tmp_path):

@@ -20,7 +20,7 @@ from transformers.modelcard import METRIC_TAGS, extract_hyperparameters_from_tra
 from ..checkpoint import adaptation_record, class_names
 from ..energy.base_noise import KEY as BASE_NOISE_SHARE
 from ..evaluations import Evaluation
-from ..heads import find_heads, num_classes, timm_model
+from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
 from ..plots import (
     History,
     confusion_matrix_figure,
@@ -138,11 +138,12 @@ def license_of(base: str | None) -> dict[str, Any]:
 
 
 def _about_model(trainer: Any) -> dict[str, Any]:
-    model = trainer.model
+    model = base_model(trainer.model)
     timm = timm_model(model) is not None
     library = "transformers" if isinstance(model, PreTrainedModel) else None
-    classes = num_classes(find_heads(model, trainer.entame_config().head)[0].module)
+    classes = num_classes(find_heads(trainer.model, trainer.entame_config().head)[0].module)
     return {
+        "is_adapter": is_peft(trainer.model),
         "architecture": model.config.architecture if timm else type(model).__name__,
         "class_names": class_names(model.config) if library else [str(index) for index in range(classes)],
         "library": "timm" if timm else library,
@@ -204,9 +205,9 @@ def _metadata(
     return ModelCardData(
         **facts.license,
         base_model=facts.base_model,
-        base_model_relation="finetune" if facts.base_model else None,
+        base_model_relation=("adapter" if facts.is_adapter else "finetune") if facts.base_model else None,
         datasets=facts.datasets or None,
-        library_name=facts.library,
+        library_name="peft" if facts.is_adapter else facts.library,
         pipeline_tag=task,
         language=language,
         tags=[TASK, *libraries, *(["entame"] if method in OF_ENTAME else []), "generated_from_trainer", *tags],

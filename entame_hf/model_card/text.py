@@ -54,6 +54,7 @@ class CardFacts:
         class_names (`list[str]`): C names by index, in any script.
         library (`str`, *optional*): "transformers", or "timm" for a model that both load; None for one of your own.
         has_processor (`bool`): whether an image processor is saved beside the model.
+        is_adapter (`bool`): whether peft puts what is saved on the base model.
         adaptation (`dict`, *optional*): see [`adaptation_record`]; None for a model that was not trained here.
         noise (`float`, *optional*): Nλ², see [`noise_after_first_step`].
         noise_share, base_noise_share (`float`, *optional*): of the first error, with this head and under `base`.
@@ -74,6 +75,7 @@ class CardFacts:
     has_processor: bool
     adaptation: dict[str, Any] | None
     evaluation: Evaluation
+    is_adapter: bool = False
     license: dict[str, Any] = field(default_factory=dict)
     inherits_license: bool = True
     hyperparameters: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +115,9 @@ def _introduction(facts: CardFacts) -> str:
         method = facts.adaptation["method"]
         source = f"With [ENTAME]({PAPER})" if method in OF_ENTAME else "Without ENTAME"
         text += f" {source} (method `{method}`), {METHODS[method]}."
-    if facts.library:
+    if facts.is_adapter:
+        text += " It is an adapter: peft puts it on the base model, without other code."
+    elif facts.library:
         text += (
             " It is a stock model: timm and transformers load it"
             if facts.library == "timm"
@@ -156,6 +160,8 @@ def _classes(names: list[str], confusion: np.ndarray) -> str:
 
 
 def _usage(facts: CardFacts) -> str:
+    if facts.is_adapter:
+        return _usage_of_adapter(facts)
     if facts.library is None:
         return ""
     image = 'Image.new("RGB", (320, 240))  # or Image.open("your image.jpg")'
@@ -190,6 +196,24 @@ with torch.no_grad():
 print(model.pretrained_cfg["label_names"][probabilities.argmax()], probabilities.max().item())"""
         text += f"\n\nor with timm:\n\n```python\n{timm}\n```"
     return text
+
+
+def _usage_of_adapter(facts: CardFacts) -> str:
+    if facts.base_model is None:
+        return ""
+    return f"""\
+## How to use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForImageClassification
+
+# The base model's head is built for these classes and replaced by the adapter's.
+base = AutoModelForImageClassification.from_pretrained(
+    "{facts.base_model}", num_labels={len(facts.class_names)}, ignore_mismatched_sizes=True
+)
+model = PeftModel.from_pretrained(base, "{facts.address}").eval()
+```"""
 
 
 def _training(facts: CardFacts) -> str:
