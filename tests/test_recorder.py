@@ -198,6 +198,16 @@ class TestAgainstAutograd:
         assert logged["total"] == pytest.approx(float(error_energy(logits, smooth).total), rel=1e-4)
         assert logged["features"] == pytest.approx(deltas.square().sum(-1).mean().item(), rel=1e-4)
 
+    def test_label_smoothing_of_soft_labels(self, tmp_path, tiny_vit):
+        torch.manual_seed(0)
+        images, rows = torch.randn(16, 3, 32, 32), torch.rand(16, CLASSES).softmax(-1)
+        data = [{"pixel_values": image, "labels": row} for image, row in zip(images, rows, strict=True)]
+        smooth = 0.8 * rows + 0.2 / CLASSES
+        args = arguments(tmp_path, entame_method="mei", label_smoothing_factor=0.2)
+        logged = energies(train(tiny_vit, args, train_dataset=data))
+        assert logged["labels"] == pytest.approx(smooth.square().sum(-1).mean().item(), rel=1e-4)
+        assert logged["total"] == pytest.approx(float(error_energy(torch.zeros_like(rows), smooth).total), rel=1e-4)
+
 
 class TestWholeSteps:
     @pytest.mark.parametrize("count", [32, 27], ids=["even", "ragged"])

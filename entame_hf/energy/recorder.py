@@ -46,11 +46,12 @@ class EnergyRecorder(TrainerCallback):
     | `head_weights_bound` | what `head_weights` may be then, see [`first_step_bound`] |
     | `noise_after_first_step` | Nλ², see [`noise_after_first_step`] |
 
-    Several heads count as one that reads the features of all. Where a model gives several logits, energies are those
-    of the first. What cannot be measured is left out: energies without labels or with outputs of another shape,
-    `features` where the backbone is frozen or DeepSpeed scales the loss (fp16), gradients and weights where a process
-    holds shards of them (FSDP, DeepSpeed), and everything that overflowed. A step that is measured runs uncompiled,
-    which leaves the compiled graph of the other steps alone.
+    Class weights count where gradients are measured, in `features` and `grad_norm_...`, and not at the logits. Several
+    heads count as one that reads the features of all. Where a model gives several logits, energies are those of the
+    first. What cannot be measured is left out: energies without labels or with outputs of another shape, `features`
+    where the backbone is frozen or DeepSpeed scales the loss (fp16), gradients and weights where a process holds
+    shards of them (FSDP, DeepSpeed), and everything that overflowed. A step that is measured runs uncompiled, which
+    leaves the compiled graph of the other steps alone.
 
     Args:
         trainer ([`EntameTrainer`]): the trainer whose steps are measured; callbacks are not told.

@@ -85,7 +85,7 @@ class StepRecord:
             logits (`torch.Tensor` of shape `(N, C)`): anything else is passed over.
             labels (`torch.Tensor` of shape `(N,)`, `(N, 1)` or `(N, C)`):
                 Class indices, of which those outside of the classes are left out, or a row of probabilities each.
-            smoothing (`float`, *optional*, defaults to 0.0): what share of class indices the loss spreads evenly.
+            smoothing (`float`, *optional*, defaults to 0.0): what share of each label the loss spreads evenly.
         """
         if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(labels, Tensor):
             return
@@ -94,9 +94,11 @@ class StepRecord:
             counted = (labels >= 0) & (labels < logits.shape[1])
             logits, labels = logits[counted], labels[counted]
             if smoothing:
-                labels = (1 - smoothing) * one_hot(labels, logits.shape[1]) + smoothing / logits.shape[1]
+                labels = one_hot(labels, logits.shape[1])
         elif labels.shape != logits.shape:
             return
+        if smoothing:
+            labels = (1 - smoothing) * labels + smoothing / logits.shape[1]
         if len(logits):
             self._sums["examples"] += len(logits)
             for name, value in error_energy(logits, labels)._asdict().items():
