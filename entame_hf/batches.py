@@ -167,6 +167,11 @@ def batch_loader(
     return DataLoader(rows, batch_size, shuffle, sampler, drop_last=drop_last, collate_fn=collate)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host's to a device; from pinned memory, or the host would wait for what CUDA has to do."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
 def thread_pool(count: int, name: str) -> ThreadPoolExecutor:
     """Build a pool of threads in which torch's operations start no threads of their own."""
     # Looked up here, once: a lookup holds the loader's lock, which a process forked meanwhile would wait for.

@@ -38,6 +38,16 @@ def test_what_was_put_is_taken():
     assert cache.known() == 2
 
 
+def test_threads_copy_parts_of_a_batch(monkeypatch):
+    monkeypatch.setattr(module, "_PART", 3 * LENGTH)
+    cache = RecordCache("a", 10, LENGTH, 10**9)
+    assert all(cache.put(row, record(row)) for row in range(10))
+    rows = [9, 2, 2, 0, 7, 5, 4, 1]
+    out, missing = taken(cache, rows)
+    assert not missing
+    assert all(np.array_equal(out[position], record(row)) for position, row in enumerate(rows))
+
+
 def test_other_processes_share_it():
     cache = RecordCache("a", 10, LENGTH, 10**9)
     code = (

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torchvision.transforms.v2 import functional as F
 
+from ..batches import to_device
 from ..errors import InputError
 from .resampling import crop_and_resize
 
@@ -137,11 +138,12 @@ class Augmentation:
         alpha = np.where(cuts, self.cutmix_alpha, self.mixup_alpha)
         own = betaincinv(alpha, alpha, draws[:, 1]).astype(np.float32)
         # Which share of a pixel is the image's own: the same everywhere, or none inside a box and all outside.
-        inside = (
-            _covered(draws[:, 2], np.sqrt(1 - own), height)[:, :, None]
-            & _covered(draws[:, 3], np.sqrt(1 - own), width)[:, None, :]
+        rows_inside, columns_inside = (
+            _on(_covered(draws[:, axis + 2], np.sqrt(1 - own), side), pixels)
+            for axis, side in enumerate((height, width))
         )
-        share = _on(np.where(cuts[:, None, None], 1.0 - inside, own[:, None, None]).astype(np.float32), pixels)
+        inside = rows_inside[:, :, None] & columns_inside[:, None, :]
+        share = torch.where(_on(cuts[:, None, None], pixels), 1 - inside.float(), _on(own[:, None, None], pixels))
         targets = one_hot(labels, classes).float()
         return (
             torch.lerp(pixels.roll(1, 0), pixels, share[:, None].to(pixels.dtype)),
@@ -150,7 +152,7 @@ class Augmentation:
 
 
 def _on(values: NDArray, like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device, non_blocking=True)
+    return to_device(torch.from_numpy(values), like.device)
 
 
 def _covered(centre: Chances, share: Chances, length: int) -> NDArray[np.bool_]:

@@ -11,10 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers.utils import logging
 
+from .workers import threads
+
 logger = logging.get_logger(__name__)
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _SUFFIX = ".records"
+# Bytes that a thread copies at a time.
+_PART = 2**22
 
 
 def cache_folder() -> Path:
@@ -122,11 +126,20 @@ class RecordCache:
         """
         here = self.has(rows)
         if here.all():
-            # Any mode but "raise" copies straight to its place.
-            np.take(self._records, rows, axis=0, out=out, mode="clip")
+            self._copy(rows, out)
         else:
             out[here] = self._records[rows[here]]
         return np.flatnonzero(~here)
+
+    def _copy(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        def copy(part: slice) -> None:
+            # Any mode but "raise" copies straight to its place.
+            np.take(self._records, rows[part], axis=0, out=out[part], mode="clip")
+
+        step = max(1, _PART // self._length)
+        parts = [slice(start, start + step) for start in range(0, len(rows), step)]
+        # Without Python's lock, so that a training's thread doesn't wait for as many page faults one after the other.
+        list(threads().map(copy, parts) if len(parts) > 1 else map(copy, parts))
 
     def put(self, row: int, record: NDArray[np.uint8]) -> bool:
         """Keep a record if there is room.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from ..batches import to_device
 from .augmentation import Augmentation, Rows
 from .framing import Framing
 from .images import UnreadableImageError, decode_image, decode_pixels, encoded_bytes
@@ -122,7 +123,7 @@ class Recorder:
         """
         ratios = batch.records[:, -_TAIL:].contiguous().view(torch.float32).flatten()
         records = batch.records.to(device, non_blocking=True)
-        labels = batch.labels.to(device, non_blocking=True)
+        labels = to_device(batch.labels, torch.device(device))
         pixels = records[:, :-_TAIL].view(self.preparation.dtype).unflatten(1, (3, *self.preparation.size))
         augmentation = self.augmentation
         if augmentation:

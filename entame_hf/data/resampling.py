@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..batches import to_device
+
 
 def crop_and_resize(
     images: Tensor, boxes: Tensor, size: tuple[int, int], filter: str = "bicubic", sizes: Tensor | None = None
@@ -33,7 +35,7 @@ def crop_and_resize(
     """
     dtype = torch.float16 if images.is_cuda else torch.float32
     if sizes is None:
-        sizes = torch.tensor([images.shape[2:]], device=images.device).expand(len(images), 2)
+        sizes = to_device(torch.tensor([images.shape[2:]]), images.device).expand(len(images), 2)
     rows, columns = (
         _weights(boxes[:, axis], boxes[:, axis + 2], sizes[:, axis], images.shape[axis + 2], size[axis], filter)
         for axis in (0, 1)
