@@ -12,7 +12,7 @@ demo: .venv/demo  ## EfficientNet-Lite0 on MNIST-5k, as usual and with ENTAME, o
 test: .venv/test  ## The tests that need neither a GPU nor much time
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-test-slow: .venv/test  ## The tests that take longer
+test-slow: .venv/slow  ## The tests that take longer
 	$(KEEP_MEMORY) $(BIN)/python -m pytest -m slow
 
 quality: .venv/dev  ## Format, lint and types
