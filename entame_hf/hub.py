@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Sequence
@@ -142,6 +143,21 @@ def upload(
 def model_files() -> dict[str, list[str]]:
     """List what is pushed of a folder, as `HfApi.upload_folder` takes it, which adds to the lists it gets."""
     return {"allow_patterns": [*PUSHED], "ignore_patterns": [*NOT_PUSHED]}
+
+
+def forget_local_base(folder: str | Path) -> None:
+    """Leave of an adapter's base model, where that is a folder of this machine, its name alone.
+
+    Args:
+        folder (`str` or `Path`): what will be pushed; nothing happens where it holds no adapter.
+    """
+    file = Path(folder, "adapter_config.json")
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path")
+        if base and Path(base).exists():
+            config["base_model_name_or_path"] = Path(base).name
+            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def card_on_hub(repo: str, *, token: str | None = None, revision: str | None = None) -> str | None:

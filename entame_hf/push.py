@@ -12,7 +12,7 @@ from transformers.utils import logging
 from transformers.utils.hub import PushInProgress, hf_api
 
 from .errors import RunError
-from .hub import CARD, card_on_hub, check_push, model_files, reason_of, upload, upload_command
+from .hub import CARD, card_on_hub, check_push, forget_local_base, model_files, reason_of, upload, upload_command
 from .resume import ResumableTrainer, forget_place
 
 logger = logging.get_logger(__name__)
@@ -65,6 +65,7 @@ class HubTrainer(ResumableTrainer):
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
+        forget_local_base(self.args.output_dir)
         if self.hub_model_id is None:
             self.init_hf_repo(token, private)
         repo, folder = str(self.hub_model_id), self.args.output_dir
@@ -100,6 +101,7 @@ class HubTrainer(ResumableTrainer):
         if self.push_in_progress.jobs and not self.args.hub_always_push:
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        forget_local_base(checkpoint_folder)
         message = f"Training in progress, step {self.state.global_step}"
         send = partial(
             upload, self.hub_model_id, checkpoint_folder, token=self.args.hub_token, revision=self.args.hub_revision

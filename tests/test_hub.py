@@ -200,3 +200,30 @@ def test_the_server_keeps_private_what_is_private(tmp_path):
         """
         environment = {**os.environ, **hub.environment(tmp_path)}
         subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=environment, check=True)
+
+
+def test_an_adapter_says_nothing_of_the_folder_its_base_came_from(tmp_path):
+    in_a_process(
+        tmp_path,
+        TRAINER,
+        """
+        from conftest import TINY_VIT
+        from peft import LoraConfig, get_peft_model
+        from transformers import ViTConfig, ViTForImageClassification
+
+        base = Path.cwd() / "private" / "base"
+        ViTForImageClassification(ViTConfig(num_labels=10, **TINY_VIT)).save_pretrained(base)
+        lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["classifier"])
+        model = get_peft_model(ViTForImageClassification.from_pretrained(base), lora)
+        args = EntameTrainingArguments("out", max_steps=2, save_steps=1, use_cpu=True, push_to_hub=True,
+                                       hub_model_id="ada/adapter", hub_strategy="all_checkpoints")
+        adapting = EntameTrainer(model, args, train_dataset=RandomImages(16))
+        adapting.train()
+        adapting.push_to_hub()
+        files = pushed("adapter")
+        assert "checkpoint-1/adapter_config.json" in files, sorted(files)
+        for name in ("adapter_config.json", "checkpoint-1/adapter_config.json"):
+            assert b'"base_model_name_or_path": "base"' in files[name], files[name]
+        assert not any(str(Path.cwd()).encode() in content for content in files.values())
+        """,
+    )
