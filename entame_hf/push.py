@@ -44,6 +44,8 @@ class HubTrainer(ResumableTrainer):
         card = folder / CARD
         before = card.read_bytes() if card.exists() else None
         super()._save(output_dir, state_dict)
+        if not self.args.should_save:
+            return
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
         if before is None:
             card.unlink(missing_ok=True)
