@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -193,12 +195,18 @@ def upload_command(
     'hf upload me/my-model out . --private '
     ```
     """
-    parts = ["hf", "upload", repo, str(folder), "."]
+    parts = [_hf(), "upload", repo, str(folder), "."]
     parts += ["--private"] if private else []
     parts += ["--revision", revision] if revision else []
     parts += [part for pattern in PUSHED for part in ("--include", pattern)]
     parts += [part for pattern in (*NOT_PUSHED, *exclude) for part in ("--exclude", pattern)]
     return shlex.join(parts)
+
+
+def _hf() -> str:
+    """Name Hugging Face's command so that a shell finds it: in an environment that is not activated, by its path."""
+    beside = Path(sys.executable).with_name("hf")
+    return "hf" if shutil.which("hf") or not beside.exists() else str(beside)
 
 
 def reason_of(error: BaseException) -> str:
