@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from .batches import BatchDataset, batch_loader
 from .loss import ClassificationLoss, are_shares
+from .sharding import share_evenly
 
 
 class FeedingTrainer(Trainer):
@@ -27,11 +28,12 @@ class FeedingTrainer(Trainer):
     def __init__(self, *args: Any, class_weights: Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._batch_maker: Any = None
+        self.parts_differ = False
         if class_weights is not None:
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
 
     # dataloader_drop_last is about training: dropping images from an evaluation reports another accuracy. Our datasets
-    # make their batches on the device, where Trainer's loader would collate items.
+    # make their batches on the device, where Trainer's loader would collate items. No example is trained on twice.
     def _get_dataloader(
         self,
         dataset: Any,
@@ -49,12 +51,18 @@ class FeedingTrainer(Trainer):
             self._batch_maker = loader.collate_fn if is_training else self._batch_maker
             # Each process makes its own batches: the first one has none to hand out.
             self.accelerator.dataloader_config.dispatch_batches = False
-            return self.accelerator.prepare(loader)
-        self.args.dataloader_drop_last = asked and is_training
-        try:
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        finally:
-            self.args.dataloader_drop_last = asked
+            loader = self.accelerator.prepare(loader)
+        else:
+            self.args.dataloader_drop_last = asked and is_training
+            try:
+                loader = super()._get_dataloader(
+                    dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+                )
+            finally:
+                self.args.dataloader_drop_last = asked
+        if is_training:
+            self.parts_differ = share_evenly(loader)
+        return loader
 
     # accelerate tells the epoch to the sampler or to the dataset, and to the sampler alone in several processes.
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:

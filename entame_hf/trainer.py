@@ -99,6 +99,7 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         self.add_callback(TrainedMark())
         self.add_callback(self.energies)
         self._micro_batches: list[int] = []
+        self._mean_batch: Any = 0
 
     @property
     def head_args(self) -> HeadArguments:
@@ -177,10 +178,15 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
     def _head_parameters(self) -> list[nn.Parameter]:
         return [parameter for head in self._heads() for parameter in head.module.parameters()]
 
-    # An epoch's last window may hold a smaller micro-batch: its mean loss counts for its examples, not for a batch.
+    # An epoch's last window may hold a smaller micro-batch, or a smaller part of one on some processes: its mean loss
+    # counts for its examples, not for a batch.
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._micro_batches = [find_batch_size(batch) or 0 for batch in batches]
+        self._mean_batch = sum(self._micro_batches) / max(len(batches), 1)
+        if self.parts_differ:
+            mean = torch.tensor(self._mean_batch, device=self.args.device)
+            self._mean_batch = self.accelerator.reduce(mean, "mean")
         return batches, num_items
 
     # The only place that sees a micro-batch's loss, logits and labels together.
@@ -197,8 +203,8 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
             loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
         if model.training and self._micro_batches:
             self.base_noise.observe(labels)
-            if self.compute_loss_func is None and len(set(self._micro_batches)) > 1:
-                loss = loss * (examples * len(self._micro_batches) / sum(self._micro_batches))
+            if self.compute_loss_func is None and (self.parts_differ or len(set(self._micro_batches)) > 1):
+                loss = loss * (examples / self._mean_batch)
             self.energies.observe(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 

@@ -56,10 +56,16 @@ def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_weights_and_statistics_equal_one_process(tmp_path, processes):
-    (whole,) = train(tmp_path / "one", 1)
-    ranks = train(tmp_path / "several", processes)
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        pytest.param(2, {"count": 41, "gradient_accumulation_steps": 2}, id="12 and 8 or 9 examples, accumulated"),
+        pytest.param(3, {"count": 22}, id="7 or 8 examples"),
+    ],
+)
+def test_weights_and_statistics_equal_one_process(tmp_path, processes, options):
+    (whole,) = train(tmp_path / "one", 1, **options)
+    ranks = train(tmp_path / "several", processes, **options)
     for rank in ranks:
         torch.testing.assert_close(rank["model"], whole["model"], rtol=0, atol=1e-5)
         torch.testing.assert_close(rank["model"], ranks[0]["model"], rtol=0, atol=0)

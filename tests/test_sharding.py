@@ -1,0 +1,50 @@
+"""Parts of batches."""
+
+from itertools import chain
+
+import pytest
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from entame_hf.errors import InputError
+from entame_hf.sharding import GlobalBatchSampler, share_evenly
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+@pytest.mark.parametrize("rows", [8, 17, 22, 48, 49])
+def test_every_process_has_a_part_of_every_batch(rows, processes):
+    samplers = [GlobalBatchSampler(SequentialSampler(range(rows)), 4, processes, rank) for rank in range(processes)]
+    parts = [list(sampler) for sampler in samplers]
+    assert {len(sampler) for sampler in samplers} == {len(part) for part in parts}
+    together = [list(chain(*batch)) for batch in zip(*parts, strict=True)]
+    whole = list(BatchSampler(range(rows), 4 * processes, drop_last=False))
+    assert together == whole[: len(together)]
+    assert len(list(chain(*together))) > rows - processes
+    for batch in zip(*parts, strict=True):
+        assert max(map(len, batch)) - min(map(len, batch)) <= 1
+        assert min(map(len, batch)) > 0
+
+
+def loader(rows, rank, **options):
+    return prepare_data_loader(DataLoader(range(rows), 4, **options), num_processes=3, process_index=rank)
+
+
+def test_an_epoch_has_each_example_once():
+    batches = []
+    for rank in range(3):
+        prepared = loader(22, rank)
+        assert share_evenly(prepared)
+        assert len(prepared) == 2
+        batches.append([batch.tolist() for batch in prepared])
+    assert batches == [[[0, 1, 2, 3], [12, 13, 14]], [[4, 5, 6, 7], [15, 16, 17]], [[8, 9, 10, 11], [18, 19, 20, 21]]]
+
+
+def test_whole_batches_and_those_of_others_stay_as_they_are():
+    assert not share_evenly(loader(24, 0))
+    assert not share_evenly(loader(22, 0, drop_last=True))
+    assert not share_evenly(DataLoader(range(22), 4))
+
+
+def test_fewer_examples_than_processes_are_refused():
+    with pytest.raises(InputError, match=r"2 examples are too few for 3 processes: start at most 2\."):
+        share_evenly(loader(2, 0))
