@@ -149,10 +149,13 @@ def as_transformers(model: nn.Module) -> Any:
     from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
 
     architecture = inner.pretrained_cfg["architecture"]
+    known = inner.pretrained_cfg.get("label_names") or []
+    named = label_maps(list(known)) if len(known) == inner.num_classes else {}
     for model_args in _likely_arguments(inner):
         config = TimmWrapperConfig.from_dict(
             {"architecture": architecture, "pretrained_cfg": dict(inner.pretrained_cfg), "model_args": model_args},
             num_labels=inner.num_classes,
+            **named,
         )
         # No second copy of the weights, and nothing drawn from the random generator.
         with torch.device("meta"):

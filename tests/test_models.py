@@ -39,3 +39,11 @@ def test_other_models_pass_through(tiny_vit):
 def test_a_model_that_no_checkpoint_could_rebuild_is_refused():
     with pytest.raises(ValueError, match="model_args"):
         as_transformers(timm.create_model("test_resnet", num_classes=7, in_chans=1))
+
+
+def test_names_of_classes_that_timm_knows_are_kept():
+    model = timm.create_model("test_vit", num_classes=3)
+    model.pretrained_cfg["label_names"] = ["ant", "bee", "cat"]
+    assert as_transformers(model).config.label2id == {"ant": 0, "bee": 1, "cat": 2}
+    model.reset_classifier(2)
+    assert as_transformers(model).config.id2label == {0: "LABEL_0", 1: "LABEL_1"}
