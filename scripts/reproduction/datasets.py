@@ -53,7 +53,7 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
         return _split(load_parts(name, None), seed, label_column or None)
     except InputError as error:
         raise InputError(
-            f"Data set {source}: {error} A suite names the column of the labels after a colon: uoft-cs/cifar100:fine_label."
+            f"Data set {source}: {error} Suites name a column of labels after a colon: uoft-cs/cifar100:fine_label."
         ) from error
 
 

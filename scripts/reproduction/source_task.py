@@ -1,0 +1,171 @@
+"""A source task without any download: glyphs of the fonts that matplotlib ships, and fractals, drawn anew each time."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torch.nn.functional import affine_grid, grid_sample, interpolate, max_pool2d
+
+from entame_hf.batches import BatchDataset
+
+# No digits: they are what models are transferred to.
+GLYPHS = "ABCDEFGHJKLMNPQRSTUVWXYZabdefghmnqrtΓΔΘΛΞΠΣΦΨΩ&?$@"
+FONTS = [
+    *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    *(f"DejaVuSansMono{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
+    *(f"DejaVuSerif{style}" for style in ("", "-Bold", "-Italic", "-BoldItalic")),
+    *(f"STIXGeneral{style}" for style in ("", "Bol", "Italic", "BolIta")),
+]
+FRACTALS = 50
+CLASSES = len(GLYPHS) + FRACTALS
+SIDE = 64
+# Pixels of a shape as it is drawn, before it is warped.
+_EXTENT = 48
+# Mean and standard deviation of the images, of each channel.
+MEAN = STD = 0.5
+
+
+def glyph_shapes() -> Tensor:
+    """Draw every glyph in every font: (glyphs, fonts, 64, 64), uint8."""
+    folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
+    fonts = [ImageFont.truetype(str(folder / f"{name}.ttf"), 96) for name in FONTS]
+    return torch.stack([torch.stack([_draw(glyph, font) for font in fonts]) for glyph in GLYPHS])
+
+
+def _draw(glyph: str, font: ImageFont.FreeTypeFont) -> Tensor:
+    left, top, right, bottom = font.getbbox(glyph)
+    shape = Image.new("L", (round(right - left), round(bottom - top)))
+    ImageDraw.Draw(shape).text((-left, -top), glyph, 255, font)
+    shape.thumbnail((_EXTENT, _EXTENT))
+    canvas = Image.new("L", (SIDE, SIDE))
+    canvas.paste(shape, ((SIDE - shape.width) // 2, (SIDE - shape.height) // 2))
+    return torch.from_numpy(np.array(canvas))
+
+
+def fractal_shapes(seed: int) -> Tensor:
+    """Draw attractors of random iterated function systems: (50, 16, 64, 64), uint8.
+
+    A class is a system of four affine maps; its variants differ by up to a tenth in each of their numbers.
+
+    Source: [Pre-training without Natural Images](https://arxiv.org/abs/2101.08515), which keeps what fills a fifth.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    candidates = 4 * FRACTALS
+    maps = torch.rand(candidates, 4, 2, 3, generator=generator) * 2 - 1
+    # Singular values below 1: the points stay where they can be drawn.
+    maps[..., :2] *= 0.8 / torch.linalg.matrix_norm(maps[..., :2], 2)[..., None, None].clamp(min=0.8)
+    filled = (_attractors(maps, generator) > 0).sum((1, 2)) / _EXTENT**2
+    maps = maps[filled > 0.2][:FRACTALS]
+    variants = maps[:, None] * (1 + 0.1 * (torch.rand(FRACTALS, len(FONTS), 4, 2, 3, generator=generator) * 2 - 1))
+    return _attractors(variants.flatten(0, 1), generator).unflatten(0, (FRACTALS, len(FONTS)))
+
+
+def _attractors(maps: Tensor, generator: torch.Generator, points: int = 256, steps: int = 60) -> Tensor:
+    """Follow points through maps drawn in proportion to their determinants, and count where they come."""
+    systems = torch.arange(len(maps))[:, None]
+    shares = torch.linalg.det(maps[..., :2]).abs() + 0.01
+    choices = torch.multinomial(shares, points * steps, replacement=True, generator=generator).unflatten(
+        1, (steps, -1)
+    )
+    position, path = torch.zeros(len(maps), points, 2), []
+    for step in range(steps):
+        chosen = maps[systems, choices[:, step]]
+        position = (chosen[..., :2] @ position[..., None])[..., 0] + chosen[..., 2]
+        path.append(position)
+    track = torch.cat(path[10:], 1)
+    low, high = track.amin(1, keepdim=True), track.amax(1, keepdim=True)
+    margin = (SIDE - _EXTENT) // 2
+    x, y = ((track - low) / (high - low) * (_EXTENT - 1) + margin).round().long().unbind(-1)
+    cells = (systems * SIDE + y) * SIDE + x
+    counts = torch.bincount(cells.flatten(), minlength=len(maps) * SIDE * SIDE).view(-1, SIDE, SIDE)
+    return (counts.float().log1p() / 3 * 255).clamp(max=255).to(torch.uint8)
+
+
+@cache
+def _shapes(seed: int, device: torch.device) -> Tensor:
+    return torch.cat([glyph_shapes(), fractal_shapes(seed)]).to(device)
+
+
+class SourceTask(BatchDataset):
+    """Give images of glyphs and fractals, warped, coloured and noisy: no image is seen twice.
+
+    Args:
+        count (`int`): images an epoch; the classes take turns.
+        seed (`int`, *optional*, defaults to 0): decides the fractals and the images.
+        evaluation (`bool`, *optional*, defaults to `False`): whether the images are other ones than in training, and
+            the same each time.
+    """
+
+    def __init__(self, count: int, seed: int = 0, evaluation: bool = False) -> None:
+        self.count, self.seed, self.evaluation = count, seed, evaluation
+
+    def __len__(self) -> int:
+        return self.count
+
+    def is_ready(self, indices: list[int]) -> bool:
+        return True
+
+    def read(self, indices: list[int], epoch: int, device: torch.device) -> tuple[list[int], int]:
+        return indices, -1 if self.evaluation else epoch
+
+    def finish(self, batch: tuple[list[int], int], device: torch.device) -> dict[str, Tensor]:
+        indices, epoch = batch
+        generator = torch.Generator(device).manual_seed(hash((self.seed, epoch, *indices)))
+        labels = torch.tensor(indices, device=device) % CLASSES
+        shapes = _shapes(self.seed, torch.device(device))
+        variants = torch.randint(shapes.shape[1], labels.shape, generator=generator, device=device)
+        return {"pixel_values": render(shapes[labels, variants], generator), "labels": labels}
+
+
+def render(shapes: Tensor, generator: torch.Generator) -> Tensor:
+    """Make images of shapes, in one batch on their device.
+
+    Args:
+        shapes (`torch.Tensor`): (N, 64, 64), uint8.
+        generator (`torch.Generator`): of the shapes' device.
+
+    Returns:
+        `torch.Tensor`: (N, 3, 64, 64), normalised with [`MEAN`] and [`STD`].
+    """
+    count, device = len(shapes), shapes.device
+
+    def uniform(low: float, high: float, *size: int) -> Tensor:
+        return torch.rand(count, *size, generator=generator, device=device) * (high - low) + low
+
+    def field(cells: int) -> Tensor:
+        """Smooth noise, about in [-1, 1]."""
+        coarse = uniform(-1, 1, 3, cells, cells)
+        return interpolate(coarse, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
+
+    ink = shapes[:, None].float() / 255
+    # Pens of many widths.
+    thick, thin = max_pool2d(ink, 3, 1, 1), -max_pool2d(-ink, 3, 1, 1)
+    width = uniform(-0.8, 1, 1, 1, 1)
+    ink = ink + width.clamp(min=0) * (thick - ink) + (-width).clamp(min=0) * (thin - ink)
+
+    angle, scale = uniform(-0.35, 0.35), uniform(0.7, 1.6)
+    shear, stretch = uniform(-0.3, 0.3), uniform(0.8, 1.25)
+    rows = [
+        torch.stack([angle.cos() * scale * stretch, angle.sin() * scale + shear, uniform(-0.25, 0.25)], -1),
+        torch.stack([-angle.sin() * scale * stretch, angle.cos() * scale, uniform(-0.25, 0.25)], -1),
+    ]
+    grid = affine_grid(torch.stack(rows, 1), [count, 1, SIDE, SIDE], align_corners=False)
+    grid = grid + 0.12 * field(5)[:, :2].permute(0, 2, 3, 1)
+    ink = grid_sample(ink, grid, align_corners=False)
+
+    ground = uniform(0, 1, 3, 1, 1)
+    # Never too near the ground's colour.
+    colour = (ground + uniform(0.3, 0.7, 3, 1, 1)) % 1
+    grey = uniform(0, 1, 1, 1, 1) < 0.5
+    ground, colour = (torch.where(grey, c[:, :1], c) for c in (ground, colour))
+    texture = uniform(0, 0.3, 1, 1, 1) * field(8)
+    image = ground + texture + ink * (colour - ground)
+    noise = torch.randn(image.shape, generator=generator, device=device)
+    image = (image + uniform(0, 0.1, 1, 1, 1) * noise).clamp(0, 1)
+    return (image - MEAN) / STD
