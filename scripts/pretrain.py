@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -30,7 +31,8 @@ TEST_SIZE = 5000
 def source_model(name: str) -> PreTrainedModel:
     """Build a timm model for the source task's images, with nothing but random weights."""
     # Models with positions are built for one size.
-    sized = {"img_size": SIDE} if timm.get_pretrained_cfg(name).fixed_input_size else {}
+    defaults: Any = timm.get_pretrained_cfg(name)
+    sized: dict[str, Any] = {"img_size": SIDE} if defaults.fixed_input_size else {}
     model = as_transformers(timm.create_model(name, num_classes=CLASSES, **sized))
     model.config.pretrained_cfg |= {
         "input_size": [3, SIDE, SIDE],

@@ -1,4 +1,4 @@
-"""A source task without any download: glyphs of the fonts that matplotlib ships, and fractals, drawn anew each time."""
+"""A source task without any download: glyphs of the fonts that matplotlib ships, and fractals."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def _attractors(maps: Tensor, generator: torch.Generator, points: int = 256, ste
 
 
 @cache
-def _shapes(seed: int, device: torch.device) -> Tensor:
+def all_shapes(seed: int, device: torch.device) -> Tensor:
+    """Give the shapes of all classes on a device, made once: (classes, 16, 64, 64), uint8."""
     return torch.cat([glyph_shapes(), fractal_shapes(seed)]).to(device)
 
 
@@ -118,7 +119,7 @@ class SourceTask(BatchDataset):
         indices, epoch = batch
         generator = torch.Generator(device).manual_seed(hash((self.seed, epoch, *indices)))
         labels = torch.tensor(indices, device=device) % CLASSES
-        shapes = _shapes(self.seed, torch.device(device))
+        shapes = all_shapes(self.seed, torch.device(device))
         variants = torch.randint(shapes.shape[1], labels.shape, generator=generator, device=device)
         return {"pixel_values": render(shapes[labels, variants], generator), "labels": labels}
 
@@ -149,14 +150,14 @@ def render(shapes: Tensor, generator: torch.Generator) -> Tensor:
     width = uniform(-0.8, 1, 1, 1, 1)
     ink = ink + width.clamp(min=0) * (thick - ink) + (-width).clamp(min=0) * (thin - ink)
 
-    angle, scale = uniform(-0.35, 0.35), uniform(0.7, 1.6)
+    angle, scale = uniform(-0.3, 0.3), uniform(0.7, 1.3)
     shear, stretch = uniform(-0.3, 0.3), uniform(0.8, 1.25)
     rows = [
-        torch.stack([angle.cos() * scale * stretch, angle.sin() * scale + shear, uniform(-0.25, 0.25)], -1),
-        torch.stack([-angle.sin() * scale * stretch, angle.cos() * scale, uniform(-0.25, 0.25)], -1),
+        torch.stack([angle.cos() * scale * stretch, angle.sin() * scale + shear, uniform(-0.2, 0.2)], -1),
+        torch.stack([-angle.sin() * scale * stretch, angle.cos() * scale, uniform(-0.2, 0.2)], -1),
     ]
     grid = affine_grid(torch.stack(rows, 1), [count, 1, SIDE, SIDE], align_corners=False)
-    grid = grid + 0.12 * field(5)[:, :2].permute(0, 2, 3, 1)
+    grid = grid + 0.08 * field(5)[:, :2].permute(0, 2, 3, 1)
     ink = grid_sample(ink, grid, align_corners=False)
 
     ground = uniform(0, 1, 3, 1, 1)
@@ -164,8 +165,8 @@ def render(shapes: Tensor, generator: torch.Generator) -> Tensor:
     colour = (ground + uniform(0.3, 0.7, 3, 1, 1)) % 1
     grey = uniform(0, 1, 1, 1, 1) < 0.5
     ground, colour = (torch.where(grey, c[:, :1], c) for c in (ground, colour))
-    texture = uniform(0, 0.3, 1, 1, 1) * field(8)
+    texture = uniform(0, 0.2, 1, 1, 1) * field(8)
     image = ground + texture + ink * (colour - ground)
     noise = torch.randn(image.shape, generator=generator, device=device)
-    image = (image + uniform(0, 0.1, 1, 1, 1) * noise).clamp(0, 1)
+    image = (image + uniform(0, 0.06, 1, 1, 1) * noise).clamp(0, 1)
     return (image - MEAN) / STD
