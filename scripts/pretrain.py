@@ -82,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="NAME", help="an architecture of timm")
     parser.add_argument("--output_dir", type=Path, required=True, help="folder that the model is written to")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--learning_rate", type=float, default=5e-4, help="the peak, of AdamW on a cosine schedule")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the fractals and the images")

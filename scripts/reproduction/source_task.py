@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate, max_pool2d
 
-from entame_hf.batches import BatchDataset
+from entame_hf.batches import BatchDataset, to_device
 
 # No digits: they are what models are transferred to.
 GLYPHS = "ABCDEFGHJKLMNPQRSTUVWXYZabdefghmnqrtΓΔΘΛΞΠΣΦΨΩ&?$@"
@@ -118,7 +118,7 @@ class SourceTask(BatchDataset):
     def finish(self, batch: tuple[list[int], int], device: torch.device) -> dict[str, Tensor]:
         indices, epoch = batch
         generator = torch.Generator(device).manual_seed(hash((self.seed, epoch, *indices)))
-        labels = torch.tensor(indices, device=device) % CLASSES
+        labels = to_device(torch.tensor(indices), torch.device(device)) % CLASSES
         shapes = all_shapes(self.seed, torch.device(device))
         variants = torch.randint(shapes.shape[1], labels.shape, generator=generator, device=device)
         return {"pixel_values": render(shapes[labels, variants], generator), "labels": labels}
