@@ -89,6 +89,8 @@ def main() -> None:
     options = parser.parse_args()
     if not timm.is_model(options.model):
         parser.error(f"--model {options.model} is no architecture of timm, such as resnet50; see timm.list_models().")
+    if min(options.steps, options.batch) < 1:
+        parser.error("--steps and --batch must be 1 or more.")
     if (options.output_dir / "config.json").exists():
         parser.error(f"--output_dir {options.output_dir} holds a model already. Remove it, or name another folder.")
     trainer = pretrain(options)

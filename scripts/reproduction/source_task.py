@@ -150,23 +150,27 @@ def render(shapes: Tensor, generator: torch.Generator) -> Tensor:
     width = uniform(-0.8, 1, 1, 1, 1)
     ink = ink + width.clamp(min=0) * (thick - ink) + (-width).clamp(min=0) * (thin - ink)
 
-    angle, scale = uniform(-0.3, 0.3), uniform(0.7, 1.3)
-    shear, stretch = uniform(-0.3, 0.3), uniform(0.8, 1.25)
+    # Some images are plain, most are not: what learns nothing from the hardest begins with the others.
+    hard = uniform(0, 1)
+    angle, shear, across, down = hard * uniform(-0.3, 0.3, 4).T
+    scale, stretch = 1 + hard * uniform(-0.3, 0.3), 1 + hard * uniform(-0.2, 0.2)
     rows = [
-        torch.stack([angle.cos() * scale * stretch, angle.sin() * scale + shear, uniform(-0.2, 0.2)], -1),
-        torch.stack([-angle.sin() * scale * stretch, angle.cos() * scale, uniform(-0.2, 0.2)], -1),
+        torch.stack([angle.cos() * scale * stretch, angle.sin() * scale + shear, across], -1),
+        torch.stack([-angle.sin() * scale * stretch, angle.cos() * scale, down], -1),
     ]
     grid = affine_grid(torch.stack(rows, 1), [count, 1, SIDE, SIDE], align_corners=False)
-    grid = grid + 0.08 * field(5)[:, :2].permute(0, 2, 3, 1)
+    hard = hard[:, None, None, None]
+    grid = grid + hard * 0.1 * field(5)[:, :2].permute(0, 2, 3, 1)
     ink = grid_sample(ink, grid, align_corners=False)
 
     ground = uniform(0, 1, 3, 1, 1)
     # Never too near the ground's colour.
     colour = (ground + uniform(0.3, 0.7, 3, 1, 1)) % 1
-    grey = uniform(0, 1, 1, 1, 1) < 0.5
-    ground, colour = (torch.where(grey, c[:, :1], c) for c in (ground, colour))
-    texture = uniform(0, 0.2, 1, 1, 1) * field(8)
+    grey, plain = uniform(0, 1, 2, 1, 1).split(1, dim=1)
+    ground, colour = (torch.where(grey < 0.5, c[:, :1], c) for c in (ground, colour))
+    ground, colour = ground.where(plain > 0.3, 0), colour.where(plain > 0.3, 1)
+    texture = hard * uniform(0, 0.2, 1, 1, 1) * field(8)
     image = ground + texture + ink * (colour - ground)
     noise = torch.randn(image.shape, generator=generator, device=device)
-    image = (image + uniform(0, 0.06, 1, 1, 1) * noise).clamp(0, 1)
+    image = (image + hard * uniform(0, 0.08, 1, 1, 1) * noise).clamp(0, 1)
     return (image - MEAN) / STD
