@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from conftest import RandomImages
+from reproduction.source_task import CLASSES, SourceTask
 from test_batches import folder as photos  # noqa: F401
 from test_batches import images
 from test_data_jpeg import JPEGS
@@ -216,3 +217,28 @@ def test_what_a_gpu_cannot_decode_is_decoded_all_the_same(tmp_path, monkeypatch)
     on_cpu = images(tmp_path / "photos", "none", cache_gb=0).read(rows).records
     assert torch.equal(on_gpu[:, -4:], on_cpu[:, -4:])
     assert (on_gpu.int() - on_cpu.int()).abs().float().mean() < 6
+
+
+def test_images_of_the_source_task_are_drawn_on_the_device_and_learnt(tmp_path):
+    task, device = SourceTask(64 * 200), torch.device("cuda")
+    batches = [task.finish(task.read(list(range(100)), 0, device), device) for _ in range(2)]
+    assert torch.equal(batches[0]["pixel_values"], batches[1]["pixel_values"])
+    assert batches[0]["pixel_values"].device.type == "cuda"
+    torch.manual_seed(0)
+    args = EntameTrainingArguments(
+        tmp_path,
+        entame_method="keep",
+        max_steps=200,
+        per_device_train_batch_size=64,
+        learning_rate=1e-2,
+        bf16=True,
+        logging_steps=20,
+        save_strategy="no",
+        report_to="none",
+    )
+    model = timm.create_model("test_resnet", num_classes=CLASSES)
+    trainer = EntameTrainer(model, args, train_dataset=task)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    # It begins at ln 100 = 4.6.
+    assert losses[-1] < 4
