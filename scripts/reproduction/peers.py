@@ -1,0 +1,209 @@
+"""What ENTAME is compared with beyond the paper: trainings in two phases, and what a run of any method is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from entame_hf import EntameTrainer, EntameTrainingArguments
+from entame_hf.freeze import frozen_backbone
+
+# What fastai trains even where the rest stands still.
+_NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm)
+
+
+@dataclass
+class RunArguments(EntameTrainingArguments):
+    """Set up a run of any method: as the paper does, and what its peers need beyond."""
+
+    schedule: str | None = field(
+        default=None,
+        metadata={"help": "Train in two phases, as peers do.", "choices": ["lp_ft", "fastai"]},
+    )
+    probe_epochs: int = field(default=1, metadata={"help": "lp_ft: epochs of its first phase."})
+    probe_learning_rate: float | None = field(
+        default=None, metadata={"help": "lp_ft: learning rate of its first phase; by default the second's."}
+    )
+    zero_head: bool = field(default=False, metadata={"help": "Set the head to zero before it is kept."})
+    max_grad_norm: float = field(default=0.0, metadata={"help": "Clip gradients to this; 0 is off, as in the paper."})
+    dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether a smaller last batch is left out."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule == "lp_ft" and not 0 < self.probe_epochs < self.num_train_epochs:
+            raise ValueError(
+                f"probe_epochs={self.probe_epochs} must be at least 1 and leave an epoch of num_train_epochs="
+                f"{self.num_train_epochs:g} for the fine-tuning."
+            )
+
+
+class RunTrainer(EntameTrainer):
+    """An [`EntameTrainer`] without what costs each step and is only reported."""
+
+    # Counts all parameters, each step.
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        return 0
+
+    # Where gradients are not clipped, their norm is taken for the log alone, which nobody reads.
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return grad_norm
+
+
+class TwoPhaseTrainer(RunTrainer):
+    """Its backbone stands still, more or less, for the first of its epochs.
+
+    With the second phase, a new schedule and an optimizer without memory begin, as if it was a training of its own.
+    """
+
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Phases(self))
+
+    @property
+    def first_epochs(self) -> int:
+        """How many epochs the first phase has."""
+        raise NotImplementedError
+
+    def still(self) -> AbstractContextManager[None]:
+        """What stands still in the first phase does so while this context lasts."""
+        raise NotImplementedError
+
+    def scheduler(self, phase: int, steps: int) -> LRScheduler:
+        """Build the schedule of a phase, 0 or 1, of some steps."""
+        raise NotImplementedError
+
+    # One schedule a phase. The first's begins here, where the optimizer has its groups.
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        first = round(num_training_steps * self.first_epochs / self.args.num_train_epochs)
+        self.steps = first, num_training_steps - first
+        self.lr_scheduler, self._created_lr_scheduler = self.scheduler(0, first), True
+        return self.lr_scheduler
+
+
+class _Phases(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.still = trainer, ExitStack()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.still.enter_context(self.trainer.still())
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step == self.trainer.steps[0]:
+            self.still.close()
+            self.trainer.optimizer.state.clear()
+            self.trainer.lr_scheduler = self.trainer.scheduler(1, self.trainer.steps[1])
+
+
+class ProbeThenFineTune(TwoPhaseTrainer):
+    """LP-FT: a linear probe for `probe_epochs`, then fine-tuning for the rest of the same number of epochs.
+
+    The probe reads a backbone in eval mode: running statistics stand still as well, as where features are computed
+    once beforehand, which is how the authors train it. Its learning rate is `probe_learning_rate`, and that of the
+    fine-tuning `learning_rate`; both are constant. With `head_lr_multiplier`, the head learns faster in both phases.
+
+    Source: Kumar et al., [Fine-tuning can distort pretrained features and underperform
+    out-of-distribution](https://arxiv.org/abs/2202.10054), 2022.
+    """
+
+    @property
+    def first_epochs(self) -> int:
+        return self.args.probe_epochs
+
+    def still(self) -> AbstractContextManager[None]:
+        return frozen_backbone(self.model, self._heads())
+
+    def scheduler(self, phase: int, steps: int) -> LRScheduler:
+        probe = self.args.probe_learning_rate or self.args.learning_rate
+        factor = probe / self.args.learning_rate if phase == 0 else 1.0
+        # Of the rates that the groups had before any schedule.
+        return LambdaLR(self.optimizer, lambda _: factor)
+
+
+class FastaiFineTune(TwoPhaseTrainer):
+    """The schedule of fastai's `Learner.fine_tune(epochs - 1, base_lr=learning_rate)`, with its defaults.
+
+    As there: one epoch with the backbone frozen but for its normalisation layers, whose running statistics go on, as
+    do their weights at a tenth of the head's rate, which is one cycle (`pct_start` 0.99, `div` 25) up to `base_lr`;
+    then all of it, at one cycle (0.3, 5) up to `base_lr` / 2 for the head, 1/100 of that for the first layers and the
+    geometric mean for those between. Each cycle ends at 1e-5 of its peak, and takes Adam's first momentum from 0.95 to
+    0.85 and back. Adam's state is cleared in between.
+
+    Different: the head is the architecture's own, not fastai's two layers over two poolings; Adam has no weight decay
+    (0.01 there), a second momentum of 0.999 (0.99 there) and ε of 1e-8 (1e-5 there), as all methods here; of `epochs`
+    epochs, the frozen one is the first, so that no method trains longer. fastai cuts the backbone where each
+    architecture's authors thought best, a ResNet after its second stage; here it is cut after half of its parameter
+    tensors, which is within a block of that.
+
+    Source: [`fastai/callback/schedule.py`](https://github.com/fastai/fastai/blob/main/fastai/callback/schedule.py)
+    (Apache-2.0).
+    """
+
+    LR_MULT = 100
+    DIV_FINAL = 1e5
+    PCT_START, DIV = (0.99, 0.3), (25.0, 5.0)
+
+    @property
+    def first_epochs(self) -> int:
+        return 1
+
+    # Discriminative learning rates need a group each. Without decay, Trainer's own groups mean nothing.
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        optimizer = super().create_optimizer(model)
+        heads = {id(parameter) for parameter in self._head_parameters()}
+        backbone = [p for p in self.model.parameters() if id(p) not in heads]
+        early, late = backbone[: len(backbone) // 2], backbone[len(backbone) // 2 :]
+        common = optimizer.param_groups[0]
+        optimizer.param_groups.clear()
+        for parameters in (early, late, self._head_parameters()):
+            optimizer.add_param_group({**common, "params": parameters})
+        return optimizer
+
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        heads = [head.module for head in self._heads()]
+        learning = [m for m in self.model.modules() if m in heads or isinstance(m, _NORMALISATIONS)]
+        kept = {id(parameter) for module in learning for parameter in module.parameters()}
+        frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in kept]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+
+    def scheduler(self, phase: int, steps: int) -> LRScheduler:
+        peak = self.args.learning_rate
+        if phase == 0:
+            peaks = [peak / 10, peak / 10, peak]
+        else:
+            peaks = [peak / 2 / self.LR_MULT, peak / 2 / self.LR_MULT**0.5, peak / 2]
+        return OneCycleLR(
+            self.optimizer,
+            peaks,
+            total_steps=steps + 1,
+            pct_start=self.PCT_START[phase],
+            div_factor=self.DIV[phase],
+            final_div_factor=self.DIV_FINAL / self.DIV[phase],
+        )
+
+
+TRAINERS: dict[str | None, type[RunTrainer]] = {
+    None: RunTrainer,
+    "lp_ft": ProbeThenFineTune,
+    "fastai": FastaiFineTune,
+}

@@ -1,0 +1,72 @@
+"""Runs side by side: each process trains alone, on its share of the cells and on one GPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import rendezvous
+
+# By these, accelerate and transformers would make one training of all processes. LOCAL_WORLD_SIZE stays: it says how
+# many share the cores.
+_JOINING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+_FOREVER = timedelta(days=365)
+
+
+@dataclass
+class Place:
+    """Say which of several processes this is.
+
+    Args:
+        rank, world (`int`): its number, and how many there are.
+        store (`torch.distributed.Store`, *optional*): what all of them can read and write.
+    """
+
+    rank: int = 0
+    world: int = 1
+    store: Any = None
+
+    def share(self, cells: list[Any]) -> list[Any]:
+        """Give this process's share of a list that is the same in every process."""
+        return cells[self.rank :: self.world]
+
+    def total(self, **counts: int) -> dict[str, int]:
+        """Wait for all processes, and add up what each counted.
+
+        A launcher ends all processes when one ends with an error, so each must wait for the others before it does.
+        """
+        if self.store is None:
+            return counts
+        for name, count in counts.items():
+            self.store.add(name, count)
+        if self.store.add("done", 1) == self.world:
+            self.store.set("all", "done")
+        self.store.wait(["all"], _FOREVER)
+        return {name: self.store.add(name, 0) for name in counts}
+
+
+def take_place() -> Place:
+    """Read from the environment what a launcher says of this process, then forget it, and choose a GPU.
+
+    To be called before anything asks CUDA for its devices or accelerate for its state: both look once.
+
+    Returns:
+        [`Place`]: of this process alone where nothing was launched.
+    """
+    world, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    place = Place()
+    if world > 1:
+        store, rank, world = next(rendezvous("env://"))
+        place = Place(rank, world, store)
+        # Idle threads that spin would slow down the other processes.
+        torch.set_num_threads(1)
+    for name in _JOINING:
+        os.environ.pop(name, None)
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank % len(gpus)]
+    return place
