@@ -127,14 +127,18 @@ def _scratch() -> TemporaryDirectory:
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    return {"accuracy": float(np.mean(prediction.predictions == prediction.label_ids))}
+    return {"accuracy": round(float(np.mean(prediction.predictions == prediction.label_ids)), 6)}
 
 
 def _energies(log: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Arrange what was measured of the error in columns, one value a step."""
+    """Arrange what was measured of the error in columns, one value a step, of as many digits as figures show."""
     steps: dict[int, dict[str, float]] = {}
     for entry in log:
-        measured = {k.removeprefix(PREFIX): v for k, v in entry.items() if k.startswith(PREFIX) and math.isfinite(v)}
+        measured = {
+            key.removeprefix(PREFIX): float(f"{value:.4g}")
+            for key, value in entry.items()
+            if key.startswith(PREFIX) and math.isfinite(value)
+        }
         if measured:
             steps.setdefault(entry["step"], {}).update(measured)
     names = dict.fromkeys(name for values in steps.values() for name in values)

@@ -10,6 +10,8 @@ from typing import Any
 
 from entame_hf import InputError
 
+# Bytes that no line has.
+_LONGEST = 2**20
 _IDENTITY = ("model", "dataset", "method", "seed", "settings")
 
 Line = dict[str, Any]
@@ -37,7 +39,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def append_line(path: Path, line: Line) -> None:
-    """Append a result line as a whole, on a line of its own whatever was written before.
+    """Append a result line as a whole, in the place of what a killed process may have left of one.
 
     Args:
         path (`Path`): the file; it and its folder are made where they are missing.
@@ -47,12 +49,22 @@ def append_line(path: Path, line: Line) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                text = "\n" + text
+        _repair(file)
         # One write to the end of the file: a process that is killed has written it or, at worst, its beginning.
         file.write(text.encode())
+
+
+def _repair(file: Any) -> None:
+    """End the last line, or cut it off where a killed process left only its beginning."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(0, end - _LONGEST))
+    _, _, last = file.read().rpartition(b"\n")
+    try:
+        if last:
+            json.loads(last)
+            file.write(b"\n")
+    except ValueError:
+        file.truncate(end - len(last))
 
 
 def identity(model: str, dataset: str, method: str, seed: int, settings: dict[str, Any]) -> str:

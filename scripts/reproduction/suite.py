@@ -16,6 +16,7 @@ import yaml
 from entame_hf import InputError
 from entame_hf.cli import OptionParser
 from entame_hf.config import Method
+from entame_hf.training_args import HeadArguments
 
 from .peers import RunArguments
 from .results import identity
@@ -139,8 +140,10 @@ class Suite:
                 arguments = run_arguments(run)
             except InputError as error:
                 raise InputError(f"{self.name}: {model}, {dataset}, {method}: {error}") from error
-            # As they will be used: 1e-4, which YAML takes for a text, is the number.
-            run = sources | {name: getattr(arguments, name, value) for name, value in run.items()}
+            # As they will be used: 1e-4, which YAML takes for a text, is the number, and a recipe is what it fills in.
+            filled = {f.name: getattr(arguments, f.name) for f in fields(HeadArguments)}
+            filled = {f.name: filled[f.name] for f in fields(HeadArguments) if filled[f.name] != f.default}
+            run = sources | {name: getattr(arguments, name, value) for name, value in run.items()} | filled
             # What a method or an override pins does not vary with the grid.
             if run not in found:
                 found.append(run)
