@@ -63,6 +63,8 @@ def take_place() -> Place:
         place = Place(rank, world, store)
         # Idle threads that spin would slow down the other processes.
         torch.set_num_threads(1)
+    elif "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        print("accelerate has started one process: for several on one GPU, or on none, give it --multi_gpu.")
     for name in _JOINING:
         os.environ.pop(name, None)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

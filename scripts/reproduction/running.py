@@ -18,6 +18,8 @@ import timm
 import torch
 import transformers
 
+from entame_hf import InputError
+
 from .cell import run_cell
 from .processes import Place
 from .results import append_line, done
@@ -59,7 +61,8 @@ def run_suite(name: str, cells: list[Cell], results: Path, place: Place) -> int:
             line = run_cell(cell)
         # Whatever it is, it is this run's.
         except Exception as error:
-            traceback.print_exc()
+            if not isinstance(error, InputError):
+                traceback.print_exc()
             print(f"{cell}: failed: {error}", file=sys.stderr, flush=True)
             failed += 1
             continue
