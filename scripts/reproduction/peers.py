@@ -42,6 +42,8 @@ class RunArguments(EntameTrainingArguments):
                 f"probe_epochs={self.probe_epochs} must be at least 1 and leave an epoch of num_train_epochs="
                 f"{self.num_train_epochs:g} for the fine-tuning."
             )
+        if self.schedule == "fastai" and self.head_lr_multiplier != 1:
+            raise ValueError("schedule=fastai says how fast the head learns: leave head_lr_multiplier out.")
 
 
 class RunTrainer(EntameTrainer):

@@ -108,7 +108,7 @@ class Suite:
             seeds (`int`, *optional*): how many seeds; all by default.
 
         Raises:
-            InputError: there is no such label, a run's arguments are not valid, or two runs could not be told apart.
+            InputError: there is no such label, or a run's arguments are not valid.
         """
         chosen = [
             _choose("--models", models, self.models),
@@ -136,6 +136,8 @@ class Suite:
         for values in product(*self.grid.values()):
             point = dict(zip(self.grid, values, strict=True))
             run = self.common | point | self.methods[method] | special
+            if ("image_mean" in run) != ("image_std" in run):
+                raise InputError(f"{self.name}: {model}, {dataset}: give both mean and std of the images, or neither.")
             try:
                 arguments = run_arguments(run)
             except InputError as error:

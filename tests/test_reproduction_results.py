@@ -1,0 +1,72 @@
+"""The file of result lines survives whatever happens to the processes that write it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+
+import pytest
+from reproduction.processes import Place
+from reproduction.results import append_line, done, identity, read_lines
+
+from entame_hf import InputError
+
+LINE = {"model": "M", "dataset": "D", "method": "keep", "seed": 0, "settings": {"learning_rate": 1e-4}, "rest": [1, 2]}
+
+
+def test_lines_are_read_as_they_were_written(tmp_path):
+    path = tmp_path / "new" / "results.jsonl"
+    assert read_lines(path) == []
+    lines = [LINE | {"seed": seed} for seed in range(3)]
+    for line in lines:
+        append_line(path, line)
+    assert read_lines(path) == lines
+    assert done(path) == {identity("M", "D", "keep", seed, {"learning_rate": 1e-4}) for seed in range(3)}
+
+
+@pytest.mark.parametrize("left", range(1, len(json.dumps(LINE)), 7))
+def test_what_is_left_of_a_torn_line_is_passed_over_and_then_gone(tmp_path, left):
+    path = tmp_path / "results.jsonl"
+    append_line(path, LINE)
+    with path.open("a") as file:
+        file.write(json.dumps(LINE | {"seed": 1})[:left])
+    assert read_lines(path) == [LINE]
+    append_line(path, LINE | {"seed": 2})
+    assert [json.loads(line)["seed"] for line in path.read_text().splitlines()] == [0, 2]
+
+
+def test_a_line_whose_end_alone_is_missing_is_kept(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(LINE))
+    append_line(path, LINE | {"seed": 1})
+    assert [line["seed"] for line in read_lines(path)] == [0, 1]
+
+
+def _append(path, process):
+    for number in range(50):
+        append_line(path, LINE | {"seed": 50 * process + number, "rest": "x" * 5000})
+
+
+def test_processes_may_write_at_once(tmp_path):
+    path = tmp_path / "results.jsonl"
+    processes = [multiprocessing.get_context("fork").Process(target=_append, args=(path, i)) for i in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert sorted(json.loads(line)["seed"] for line in path.read_text().splitlines()) == list(range(200))
+
+
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"method": "keep", "seed": 0}\n')
+    with pytest.raises(InputError, match="give another file"):
+        done(path)
+    assert path.read_text() == '{"method": "keep", "seed": 0}\n'
+
+
+@pytest.mark.parametrize("world", [1, 2, 16])
+def test_processes_share_the_runs(world):
+    cells = list(range(100))
+    shares = [Place(rank, world).share(cells) for rank in range(world)]
+    assert sorted(cell for share in shares for cell in share) == cells
