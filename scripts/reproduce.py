@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 
     place = take_place()
     from reproduction.running import plan, run_suite
-    from reproduction.suite import read_suite
+    from reproduction.suite_file import read_suite
 
     suite = read_suite(options.suite)
     cells = suite.cells(options.models, options.datasets, options.methods, options.seeds)

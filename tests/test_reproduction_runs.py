@@ -21,7 +21,7 @@ from reproduction import cell as cells
 from reproduction.cell import run_cell
 from reproduction.peers import TRAINERS, RunArguments
 from reproduction.results import append_line
-from reproduction.suite import read_suite
+from reproduction.suite_file import read_suite
 
 from entame_hf.models import as_transformers
 

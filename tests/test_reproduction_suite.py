@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 import yaml
-from reproduction.suite import read_suite
+from reproduction.suite_file import read_suite
 
 from entame_hf import InputError
 
