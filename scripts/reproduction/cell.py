@@ -94,6 +94,8 @@ def run_cell(cell: Cell) -> Line:
             {entry["step"]: entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry}.items()
         ),
         "energies": _energies(log),
+        # Where it was measured.
+        **{name: entry[name] for entry in log for name in entry if name == "head_lr"},
         "seconds": round(time.perf_counter() - started, 3),
     }
 
