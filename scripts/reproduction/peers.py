@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.freeze import frozen_backbone
+from entame_hf.heads import find_heads
 
 # What fastai trains even where the rest stands still.
 _NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm)
@@ -126,7 +127,7 @@ class ProbeThenFineTune(TwoPhaseTrainer):
         return self.args.probe_epochs
 
     def still(self) -> AbstractContextManager[None]:
-        return frozen_backbone(self.model, self._heads())
+        return frozen_backbone(self.model, find_heads(self.model))
 
     def scheduler(self, phase: int, steps: int) -> LRScheduler:
         probe = self.args.probe_learning_rate or self.args.learning_rate
@@ -176,7 +177,7 @@ class FastaiFineTune(TwoPhaseTrainer):
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        heads = [head.module for head in self._heads()]
+        heads = [head.module for head in find_heads(self.model)]
         learning = [m for m in self.model.modules() if m in heads or isinstance(m, _NORMALISATIONS)]
         kept = {id(parameter) for module in learning for parameter in module.parameters()}
         frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in kept]
