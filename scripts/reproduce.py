@@ -62,9 +62,10 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("\nInterrupted. The same command goes on with the runs that are left.", file=sys.stderr)
         sys.exit(130)
-    # An InputError of the package, which is imported late: its messages are for the user.
     except ValueError as error:
-        if type(error).__name__ != "InputError":
+        from entame_hf import InputError
+
+        if not isinstance(error, InputError):
             raise
         print(f"reproduce.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 
 import pytest
-from reproduction.processes import Place
+from reproduction.processes import Place, take_place
 from reproduction.results import append_line, done, identity, read_lines
+from reproduction.running import run_suite
 
 from entame_hf import InputError
 
@@ -70,3 +72,26 @@ def test_processes_share_the_runs(world):
     cells = list(range(100))
     shares = [Place(rank, world).share(cells) for rank in range(world)]
     assert sorted(cell for share in shares for cell in share) == cells
+
+
+@pytest.mark.parametrize(("local_rank", "gpu"), [(0, "5"), (3, "7")])
+def test_a_process_trains_alone_on_one_gpu(monkeypatch, local_rank, gpu):
+    environment = {"CUDA_VISIBLE_DEVICES": "5,7", "LOCAL_RANK": str(local_rank), "RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    take_place()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & os.environ.keys()
+
+
+def test_several_processes_that_accelerate_did_not_start(monkeypatch, capsys):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert take_place() == Place()
+    assert "--multi_gpu" in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_written_costs_no_run(tmp_path):
+    with pytest.raises(InputError, match="cannot be written"):
+        run_suite("mine", [], tmp_path, Place())

@@ -199,6 +199,7 @@ def test_processes_share_a_suite_and_a_failure_is_the_failed_run_s_only(suite_fi
 
 def test_a_dry_run_counts_what_is_done(cell, suite_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     results = tmp_path / "results.jsonl"
     append_line(results, run_cell(cell("base")))
     assert reproduce_main(["run", "--suite", str(suite_file), "--results", str(results), "--dry_run"]) == 0

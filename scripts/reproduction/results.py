@@ -27,7 +27,7 @@ def read_lines(path: Path) -> list[Line]:
         `list[dict]`: the lines, in the order they were written.
     """
     lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             line = json.loads(text)
         except json.JSONDecodeError:

@@ -48,7 +48,15 @@ def run_suite(name: str, cells: list[Cell], results: Path, place: Place) -> int:
 
     Returns:
         `int`: the exit code: 1 where a run failed, which does not stop the others.
+
+    Raises:
+        InputError: the file cannot be written, or holds something else.
     """
+    try:
+        results.parent.mkdir(parents=True, exist_ok=True)
+        results.open("a").close()
+    except OSError as error:
+        raise InputError(f"--results {results} cannot be written: {error.strerror}. Give another file.") from error
     transformers.utils.logging.set_verbosity_error()
     finished = done(results)
     left = [cell for cell in place.share(cells) if cell.identity not in finished]
