@@ -1,0 +1,143 @@
+"""How much hangs on the learning rate of the head, and what a rule that measures it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import PercentFormatter
+
+from entame_hf.plots.drawing import draw_groups
+
+from .figures import STYLES
+from .runs import Group, Run, name_of, short
+from .statistics import Values, paired, within_one_error
+from .tables import compare, difference, final, markdown, mean, p_value
+
+RECOMMENDED = "recommended"
+MEASURES: dict[str, Callable[[Run], float | None]] = {
+    "mean of the first 10 steps": lambda run: run.early,
+    "at the end": lambda run: run.final,
+}
+
+
+def swept(runs: Iterable[Run]) -> list[Run]:
+    """Find the runs of methods that ran with several learning rates of the head: points of a curve."""
+    rates: dict[tuple[str, str, str], set[str]] = {}
+    for run in runs:
+        rates.setdefault((run.model, run.dataset, run.method), set()).add(short(run.settings.get("head_lr")))
+    return [run for run in runs if len(rates[run.model, run.dataset, run.method]) > 1]
+
+
+def head_rate(run: Run) -> float:
+    """Get the learning rate of a run's head: as it was set or measured, or else the base rate times its multiplier."""
+    given = run.settings.get("head_lr")
+    rate = run.head_lr if given == "auto" else given
+    if rate is None:
+        rate = run.settings["learning_rate"] * run.settings.get("head_lr_multiplier", 1)
+    return float(rate)
+
+
+def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
+    """Draw accuracy, early and at the end, over the learning rate of the head: a column a base rate, a line a method.
+
+    Bands are one standard deviation over seeds. Stars are what the rule chose (`head_lr: auto`), at the geometric mean
+    of the rates that it measured.
+
+    Args:
+        group (`Group`): runs that may differ in their base rate and that of the head.
+        model, dataset (`str`): labels.
+
+    Returns:
+        `matplotlib.figure.Figure` or `None`: there are no such runs.
+    """
+    runs = [run for run in group.runs if (run.model, run.dataset) == (model, dataset)]
+    if not runs:
+        return None
+    bases = sorted({run.settings["learning_rate"] for run in runs})
+    figure = Figure(figsize=(1.2 + 3.4 * len(bases), 6), dpi=120, layout="constrained")
+    panels = figure.subplots(len(MEASURES), len(bases), sharex=True, sharey="row", squeeze=False)
+    handles: dict[str, Line2D] = {}
+    for row, (label, measure) in zip(panels, MEASURES.items(), strict=True):
+        row[0].set_ylabel(f"accuracy, {label}")
+        for axes, base in zip(row, bases, strict=True):
+            handles |= _panel(axes, [run for run in runs if run.settings["learning_rate"] == base], measure)
+            axes.axvline(base, color="0.6", linewidth=1, linestyle=":", zorder=0)
+    for axes, base in zip(panels[0], bases, strict=True):
+        axes.set_title(f"base rate {short(base)}")
+    for axes in panels[-1]:
+        axes.set_xlabel("learning rate of the head")
+    handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", marker="*", markersize=13)
+    handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
+    figure.suptitle(f"{model} on {dataset}")
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    return figure
+
+
+def recommended_table(groups: Sequence[Group]) -> str:
+    """Compare the recommended recipe with the best of all other methods, and with keep, setting by setting.
+
+    Returns:
+        `str`: a table and a sentence, or nothing where no run is of a method labelled `recommended`.
+    """
+    rows, reached, cells = [], 0, 0
+    for group in groups:
+        behind: list[str] = []
+        pairs: dict[tuple[str, str], tuple[Values, Values]] = {}
+        for model, dataset in group.cells:
+            values = {method: group.values(model, dataset, method, final) for method in group.methods}
+            ours = values.pop(RECOMMENDED, {})
+            peers = {method: found for method, found in values.items() if found}
+            if not ours or not peers:
+                continue
+            pairs[model, dataset] = ours, peers.get("keep", {})
+            best = max(peers, key=lambda method: mean(peers[method]))
+            if not within_one_error(peers[best], ours):
+                comparison = compare(group, model, dataset, RECOMMENDED, best, final)
+                by = "" if comparison is None else f" {difference(comparison)}"
+                behind.append(f"{model}, {dataset}: {name_of(best)}{by}")
+            pairs[model, dataset] = ours, peers.get("keep", {})
+        if pairs:
+            good = len(pairs) - len(behind)
+            rows.append([group.title, f"{good} of {len(pairs)}", "; ".join(behind) or "none", _pooled(pairs)])
+            reached, cells = reached + good, cells + len(pairs)
+    if not rows:
+        return ""
+    header = ["", "at or above the best of the others", "behind", "over keep: points, p"]
+    share = f"In all: **{reached} of {cells} cells ({reached / cells:.0%})**."
+    return f"{markdown(header, rows)}\n\n{share}"
+
+
+def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | None]) -> dict[str, Line2D]:
+    curves: dict[str, dict[int, dict[float, float]]] = {}
+    chosen: dict[str, list[tuple[float, float]]] = {}
+    for run in sorted(runs, key=head_rate):
+        name, value = name_of(str(run.settings.get("entame_method", run.method))), measure(run)
+        if value is None:
+            continue
+        if run.settings.get("head_lr") == "auto":
+            chosen.setdefault(name, []).append((head_rate(run), value))
+        else:
+            curves.setdefault(name, {}).setdefault(run.seed, {})[head_rate(run)] = value
+    lines = {name: [(list(points), list(points.values())) for points in curves[name].values()] for name in curves}
+    draw_groups(axes, lines, STYLES)
+    for name, points in chosen.items():
+        rates, values = np.array(points).T
+        spread = values.std(ddof=1) if len(values) > 1 else None
+        style = {"color": STYLES.get(name, {}).get("color", "0.3"), "marker": "*", "markersize": 13, "zorder": 5}
+        axes.errorbar(np.exp(np.log(rates).mean()), values.mean(), spread, markeredgecolor="white", **style)
+    axes.set_xscale("log")
+    axes.grid(alpha=0.3)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    return {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
+
+
+def _pooled(pairs: dict[tuple[str, str], tuple[Values, Values]]) -> str:
+    """Compare over all pairs of runs of the same model, data set and seed."""
+    ours = {(*cell, seed): value for cell, (found, _) in pairs.items() for seed, value in found.items()}
+    keeps = {(*cell, seed): value for cell, (_, found) in pairs.items() for seed, value in found.items()}
+    comparison = paired(ours, keeps)
+    return "–" if comparison is None else f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"
