@@ -3,19 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
-from itertools import product
 
-import numpy as np
 import pytest
-from reproduction import statistics
-from reproduction.head_rates import head_rate_curves, recommended_table, swept
-from reproduction.report import write_report
-from reproduction.runs import groups_of, read_runs, varied_settings
-from reproduction.tables import converged_table, gain_table, noise_table, step_ratios, steps_table, verdicts
-from scipy import stats
-
-from entame_hf import InputError
+from reproduction.runs import groups_of, read_runs
 
 STEPS = [*range(1, 11), 20, 40, 60]
 

@@ -65,11 +65,14 @@ def free_place(axes: Axes) -> tuple[float, float, float, float]:
 
     def hidden(place: tuple[float, float, float, float]) -> int:
         # With the labels of its ticks and its title.
-        left, bottom, right, top = place[0] - 0.11, place[1] - 0.09, place[0] + place[2], place[1] + place[3] + 0.09
+        left, bottom, right, top = place[0] - 0.13, place[1] - 0.09, place[0] + place[2], place[1] + place[3] + 0.09
         inside = (points > (left, bottom)) & (points < (right, top))
         return int(inside.all(axis=1).sum())
 
-    return min(((x, y, 0.5, 0.42) for x in (0.47, 0.13) for y in (0.1, 0.25, 0.47)), key=hidden)
+    # As large as nothing is hidden, at the right if it can be.
+    sizes = ((0.5, 0.42), (0.5, 0.34), (0.44, 0.34), (0.44, 0.28), (0.38, 0.28), (0.34, 0.26))
+    places = [(x, y, *size) for size in sizes for x in (0.97 - size[0], 0.14) for y in (0.1, 0.25, 0.9 - size[1])]
+    return min(places, key=hidden)
 
 
 def finished(axes: Axes, ax: Axes | None) -> Figure:

@@ -116,15 +116,19 @@ def _panels(draw: Callable[[Axes, str], bool], names: Sequence[str]) -> Figure |
     width = max(7, 4.5 * columns)
     figure = Figure(figsize=(width, 3.8 * rows + 0.4), dpi=120, layout="constrained")
     handles: dict[str, Any] = {}
-    for axes, name in zip(figure.subplots(rows, columns, squeeze=False).flat, names, strict=False):
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes, name in zip(grid.flat, names, strict=False):
         if draw(axes, name):
             found, labels = axes.get_legend_handles_labels()
             handles |= dict(zip(labels, found, strict=True))
         else:
             axes.text(0.5, 0.5, "no runs", ha="center", va="center", color="0.5", transform=axes.transAxes)
-    for axes in figure.axes[len(names) :]:
+            axes.set_axis_off()
+        if axes not in grid[:, 0]:
+            axes.set_ylabel("")
+    for axes in grid.flat[len(names) :]:
         axes.remove()
     if not handles:
         return None
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=int(width / 1.7), frameon=False)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=int(width / 1.4), frameon=False)
     return figure

@@ -29,8 +29,8 @@ def findings(groups: Sequence[Group]) -> list[str]:
     ]
     best = Counter(method for group in groups for method in _best(group))
     if best:
-        wins = ", ".join(f"{name_of(method)} in {count}" for method, count in best.most_common())
-        said.append(f"The highest mean accuracy at the end is that of {wins} of {best.total()} cells.")
+        wins = ", ".join(f"**{name_of(method)}** ({count})" for method, count in best.most_common())
+        said.append(f"Highest mean accuracy at the end, of {best.total()} cells: {wins}.")
     return said
 
 
@@ -39,8 +39,8 @@ def provenance(runs: Sequence[Run]) -> list[str]:
     seeds = Counter((run.model, run.dataset, run.method, str(run.settings)) for run in runs).values()
     few, many = min(seeds), max(seeds)
     said = [
-        f"{len(runs):,} runs of {_listed(run.suite for run in runs)}, {few if few == many else f'{few} to {many}'} "
-        "seeds in a cell."
+        f"{len(runs):,} runs, by suite: {_listed(run.suite for run in runs)}; seeds in a cell: "
+        f"{few if few == many else f'{few} to {many}'}."
     ]
     for device in sorted({run.device for run in runs}):
         here = [run for run in runs if run.device == device]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
+from entame_hf import EntameTrainingArguments
 from entame_hf.plots.drawing import draw_groups
 
 from .figures import STYLES
@@ -24,12 +26,18 @@ MEASURES: dict[str, Callable[[Run], float | None]] = {
 }
 
 
-def swept(runs: Iterable[Run]) -> list[Run]:
-    """Find the runs of methods that ran with several learning rates of the head: points of a curve."""
-    rates: dict[tuple[str, str, str], set[str]] = {}
+def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
+    """Split runs into those for tables, and points of curves over the learning rate of the head.
+
+    Methods that ran with several of those rates are curves alone; one that has its own is both.
+    """
+    rates: dict[tuple[str, str, str], set[Any]] = {}
     for run in runs:
-        rates.setdefault((run.model, run.dataset, run.method), set()).add(short(run.settings.get("head_lr")))
-    return [run for run in runs if len(rates[run.model, run.dataset, run.method]) > 1]
+        rates.setdefault(_label(run), set()).add(run.settings.get("head_lr"))
+    return (
+        [run for run in runs if len(rates[_label(run)]) == 1],
+        [run for run in runs if rates[_label(run)] != {None}],
+    )
 
 
 def head_rate(run: Run) -> float:
@@ -37,8 +45,12 @@ def head_rate(run: Run) -> float:
     given = run.settings.get("head_lr")
     rate = run.head_lr if given == "auto" else given
     if rate is None:
-        rate = run.settings["learning_rate"] * run.settings.get("head_lr_multiplier", 1)
+        rate = base_rate(run) * run.settings.get("head_lr_multiplier", 1)
     return float(rate)
+
+
+def base_rate(run: Run) -> float:
+    return float(run.settings.get("learning_rate", EntameTrainingArguments.learning_rate))
 
 
 def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
@@ -55,21 +67,22 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
         `matplotlib.figure.Figure` or `None`: there are no such runs.
     """
     runs = [run for run in group.runs if (run.model, run.dataset) == (model, dataset)]
-    if not runs:
+    if len({head_rate(run) for run in runs if run.settings.get("head_lr") != "auto"}) < 2:
         return None
-    bases = sorted({run.settings["learning_rate"] for run in runs})
+    bases = sorted({base_rate(run) for run in runs})
     figure = Figure(figsize=(1.2 + 3.4 * len(bases), 6), dpi=120, layout="constrained")
     panels = figure.subplots(len(MEASURES), len(bases), sharex=True, sharey="row", squeeze=False)
     handles: dict[str, Line2D] = {}
     for row, (label, measure) in zip(panels, MEASURES.items(), strict=True):
-        row[0].set_ylabel(f"accuracy, {label}")
+        row[0].set_ylabel(f"accuracy\n{label}")
         for axes, base in zip(row, bases, strict=True):
-            handles |= _panel(axes, [run for run in runs if run.settings["learning_rate"] == base], measure)
+            handles |= _panel(axes, [run for run in runs if base_rate(run) == base], measure)
             axes.axvline(base, color="0.6", linewidth=1, linestyle=":", zorder=0)
     for axes, base in zip(panels[0], bases, strict=True):
         axes.set_title(f"base rate {short(base)}")
     for axes in panels[-1]:
         axes.set_xlabel("learning rate of the head")
+    handles = dict(sorted(handles.items(), key=lambda item: [*STYLES, item[0]].index(item[0])))
     handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", marker="*", markersize=13)
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
     figure.suptitle(f"{model} on {dataset}")
@@ -133,6 +146,10 @@ def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | Non
     axes.grid(alpha=0.3)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
+
+
+def _label(run: Run) -> tuple[str, str, str]:
+    return run.model, run.dataset, run.method
 
 
 def _pooled(pairs: dict[tuple[str, str], tuple[Values, Values]]) -> str:

@@ -19,51 +19,29 @@ from .runs import Group, groups_of, read_runs, varied_settings
 INTRODUCTION = """\
 # ENTAME and its peers
 
-Made by `python scripts/reproduce.py report` from lines of `python scripts/reproduce.py run`. Accuracies are those of
-the whole test part, in percent. A number in brackets counts seeds, and {missing} stands where there is no run. A ±
-of ours is the standard deviation over seeds unless it says otherwise; the paper's are 95 % confidence intervals.
-ENTAME is what the paper's tables call MEI+FN, and *keep* trains the head as the model's library initialises it.
+Made by `python scripts/reproduce.py report` from lines of `python scripts/reproduce.py run`. ENTAME is what the
+paper's tables call MEI+FN; *keep* trains the head as the model's library initialises it, as most people do today.
 """
-NOISE = """\
-### Noise in the first error, with Base
+READING = f"""\
+## How to read the tables
 
-The share of the estimates in the energy of the error, at the first training batch, before any update, in percent.
+Accuracies are those of the whole test part, in percent. A ± is the standard deviation over seeds, where it is not said
+to be a confidence interval, a number in brackets counts seeds, and {tables.MISSING} stands where there is no run. The
+paper's ± are all 95 % confidence intervals.
 
-{table}
-
-The paper does not define its percentage: compare orders and directions with it, not digits.
+- **Noise in the first error**: the share of the estimates in the energy of Base's error, at the first training batch,
+  before any update, in percent.
+- **Gain over the first 10 steps**: the mean of the accuracies after each of the first 10 steps, ENTAME's minus Base's,
+  in percentage points and paired by seed, with the 95 % confidence interval and the p-value of the paired t-test.
+- **Accuracy at the end**: of the last evaluation. Bold are the best mean and those within one standard error of it,
+  paired by seed. Below each table, ENTAME is held against each other method by paired t-tests: ENTAME's accuracy minus
+  the other's in percentage points, with the 95 % confidence interval. Methods are told apart where p < 0.05 after
+  Holm's correction over the comparisons of the table.
+- **Steps to where others end**: the first evaluated step at which ENTAME has the accuracy with which another method of
+  the same seed ends, over all steps of that method; the median over seeds, the quartiles, and the number of seeds.
+  Nothing is interpolated between evaluations, which errs against ENTAME. A seed that never gets there counts as ∞.
 """
-GAIN = """\
-### Gain over the first 10 steps
-
-The mean accuracy after each of the first 10 steps, ENTAME's minus Base's: percentage points, paired by seed, with
-the 95 % confidence interval and the p-value of the paired t-test.
-
-{table}
-"""
-CONVERGED = """\
-### Accuracy at the end, {dataset}
-
-Of the last evaluation. Bold: the best mean, and those within one standard error of it, paired by seed.
-
-{table}
-
-{verdicts}
-"""
-VERDICTS = """\
-ENTAME against each other method, by paired t-tests: percentage points with their 95 % confidence interval; a
-difference is one where p < 0.05 after Holm's correction over the comparisons of this table.
-
-"""
-STEPS = """\
-### Steps to where others end
-
-The first evaluated step at which ENTAME has the accuracy with which another method ends, over all steps of that
-method: median over seeds, with the lower and upper quartile; number of seeds. Nothing is interpolated between
-evaluations, which errs against ENTAME. A seed that never gets there counts as ∞, and is counted.
-
-{table}
-"""
+NOISE_DIFFERS = "The paper does not define its percentage: compare orders and directions with it, not digits."
 PICTURES = {
     "accuracy": "Accuracy over the steps",
     "peers": "ENTAME beside other methods",
@@ -92,50 +70,44 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     """
     runs = read_runs(results)
     varied = varied_settings(runs)
-    points = head_rates.swept(runs)
-    identities = set(map(id, points))
-    groups = groups_of([run for run in runs if id(run) not in identities], [key for key in varied if key != "head_lr"])
-    curves = groups_of(points, [key for key in varied if key not in ("head_lr", "learning_rate")])
+    compared, points = head_rates.split(runs)
+    varied.pop("head_lr", None)
+    groups = groups_of(compared, varied)
+    varied.pop("learning_rate", None)
+    curves = groups_of(points, varied)
     figures: dict[str, Figure | None] = {}
     body = [_section(group, figures, styles_of(groups)) for group in groups]
     body += [_head_rates(groups, curves, figures)]
-    if groups:
-        figures["overview"] = overview(groups[0])
-    shown = ["## What the lines show", _list(findings(groups))]
-    body += ["## The runs", _list(provenance(runs))]
-    if groups:
-        shown.insert(0, _image("Accuracy over the steps, first cells of these lines", "overview"))
+    picture = [_picture(figures, overview(groups[0]), "Accuracy over the steps", "overview")] if groups else []
+    top = [INTRODUCTION.strip(), *picture, "## What the lines show", _list(findings(groups)), READING.strip()]
+    end = ["## The runs", _list(provenance(runs))]
     output.mkdir(parents=True, exist_ok=True)
     page = output / "report.md"
-    page.write_text(
-        "\n\n".join([INTRODUCTION.format(missing=tables.MISSING).strip(), *shown, *filter(None, body)]) + "\n"
-    )
+    page.write_text("\n\n".join([*top, *filter(None, body), *end]) + "\n")
     return [page, *(output / name for name in save_figures(figures, output))]
 
 
 def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, dict[str, Any]]) -> str:
     """Write the tables of one setting, and draw its pictures."""
-    parts = [f"## {group.title[:1].upper()}{group.title[1:]}" if group.title else "## Tables"]
+    parts = [f"## Runs with {group.title}" if group.title else "## Tables"]
     if "base" in group.methods:
-        parts.append(NOISE.format(table=tables.noise_table(group)))
+        parts += ["### Noise in the first error", tables.noise_table(group), NOISE_DIFFERS]
     if {"base", "entame"} <= set(group.methods):
-        parts.append(GAIN.format(table=tables.gain_table(group)))
+        parts += ["### Gain over the first 10 steps", tables.gain_table(group)]
     for dataset in group.datasets:
-        verdicts = tables.verdicts(group, dataset)
-        said = VERDICTS + _list(verdicts) if verdicts else "No method has two seeds in common with ENTAME."
-        parts.append(CONVERGED.format(dataset=dataset, table=tables.converged_table(group, dataset), verdicts=said))
-    table = tables.steps_table(group)
-    parts += [STEPS.format(table=table)] if table else []
+        parts += [f"### Accuracy at the end, {dataset}", tables.converged_table(group, dataset)]
+        parts.append(_list(tables.verdicts(group, dataset)))
+    steps = tables.steps_table(group)
+    parts += ["### Steps to where others end", steps] if steps else []
     drawn = {model: model_figures(group, model, styles) for model in group.models}
     for kind, heading in PICTURES.items():
-        names = []
-        for model in group.models:
-            if drawn[model][kind] is not None:
-                names.append((model, _file_name(figures, kind, group.title, model)))
-                figures[names[-1][1]] = drawn[model][kind]
-        if names:
-            parts += [f"### {heading}", *(_image(f"{heading}: {model}", name) for model, name in names)]
-    return "\n\n".join(part.strip() for part in parts)
+        pictures = [
+            _picture(figures, figure, f"{heading}: {model}", kind, group.title, model)
+            for model in group.models
+            if (figure := drawn[model][kind]) is not None
+        ]
+        parts += [f"### {heading}", *pictures] if pictures else []
+    return "\n\n".join(filter(None, parts))
 
 
 def _head_rates(groups: list[Group], curves: list[Group], figures: dict[str, Figure | None]) -> str:
@@ -145,22 +117,18 @@ def _head_rates(groups: list[Group], curves: list[Group], figures: dict[str, Fig
         for model, dataset in group.cells:
             figure = head_rates.head_rate_curves(group, model, dataset)
             if figure is not None:
-                name = _file_name(figures, "head_rates", group.title, model, dataset)
-                figures[name] = figure
-                parts.append(_image(f"Accuracy over the learning rate of the head: {model} on {dataset}", name))
+                text = f"Accuracy over the learning rate of the head: {model} on {dataset}"
+                parts.append(_picture(figures, figure, text, "head_rates", group.title, model, dataset))
     return "\n\n".join(["## The learning rate of the head", *parts]) if parts else ""
 
 
-def _file_name(taken: Iterable[str], *parts: str) -> str:
-    """Make a name that a link can hold; labels that differ in nothing but other characters get a number."""
-    name = "_".join(
-        filter(None, (re.sub(r"[^a-z0-9.]+", "-", part.lower().replace("_", "-")).strip("-.") for part in parts))
-    )
-    number = sum(other == name or other.startswith(f"{name}~") for other in taken)
-    return f"{name}~{number + 1}" if number else name
-
-
-def _image(text: str, name: str) -> str:
+def _picture(figures: dict[str, Figure | None], figure: Figure, text: str, *labels: str) -> str:
+    """Keep a figure under a name made of labels, and write the link to it."""
+    name = "_".join(re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.") for label in labels if label)
+    # Labels may differ in other characters alone.
+    while name in figures:
+        name += "-"
+    figures[name] = figure
     return f"![{text}]({name}.png)"
 
 

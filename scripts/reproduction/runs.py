@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ METHODS = {"base": "Base", "base_wu": "Base+WU", "mei": "MEI", "entame": "ENTAME
 EARLY_STEPS = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One line of a file of results: accuracies by step, and the columns of energies."""
 
@@ -130,24 +131,31 @@ def read_runs(files: Iterable[Path]) -> list[Run]:
     return [runs[key] for key in sorted(runs, key=natural)]
 
 
-def varied_settings(runs: Iterable[Run]) -> list[str]:
-    """Name the settings of a grid: those of which one method has several values on one model and data set.
+def varied_settings(runs: Iterable[Run]) -> dict[str, set[str]]:
+    """Find the settings of a grid, with their values: those of which a method has several on one model and data set.
 
-    A method's own arguments and the exceptions that a suite makes for a model are none.
+    A method's own arguments, and the exceptions that a suite makes for a model, are none.
     """
     values: dict[tuple[str, ...], set[str]] = {}
     for run in runs:
         for key, value in run.settings.items():
             values.setdefault((key, run.model, run.dataset, run.method), set()).add(short(value))
-    return sorted({key for (key, *_), different in values.items() if len(different) > 1})
+    varied: dict[str, set[str]] = {}
+    for (key, *_), different in sorted(values.items()):
+        if len(different) > 1:
+            varied.setdefault(key, set()).update(different)
+    return varied
 
 
-def groups_of(runs: Iterable[Run], varied: Iterable[str]) -> list[Group]:
-    """Sort runs into groups that have one value each of the settings named, which are their titles."""
+def groups_of(runs: Iterable[Run], varied: Mapping[str, set[str]]) -> list[Group]:
+    """Sort runs into groups of one value each of the settings named; what has another value of its own is in all."""
     members: dict[str, list[Run]] = {}
     for run in runs:
-        title = ", ".join(f"{key} {short(run.settings.get(key))}" for key in varied)
-        members.setdefault(title, []).append(run)
+        own = {key: short(run.settings.get(key)) for key in varied}
+        places = ({own[key]} if own[key] in values else values for key, values in varied.items())
+        for point in product(*places):
+            title = ", ".join(f"`{key}` {value}" for key, value in zip(varied, point, strict=True))
+            members.setdefault(title, []).append(run)
     return [Group(title, tuple(members[title])) for title in sorted(members, key=natural)]
 
 
@@ -186,22 +194,23 @@ def _run(text: str, where: str) -> Run:
         accuracies = {int(step): float(accuracy) for step, accuracy in line["evaluations"]}
         if not accuracies or not all(0 <= accuracy <= 1 for accuracy in accuracies.values()):
             raise ValueError
+        settings = dict(line["settings"])
         return Run(
             model=str(line["model"]),
             dataset=str(line["dataset"]),
             method=str(line["method"]),
             seed=int(line["seed"]),
-            settings=dict(line["settings"]),
+            settings=settings,
             accuracies=accuracies,
             energies=dict(line["energies"]),
             suite=str(line["suite"]),
             seconds=float(line["seconds"]),
             processes=max(1, int(line["processes"])),
             device=str(line["device"]),
-            commit=str(line["commit"]),
+            commit=str(line["commit"] or "unknown"),
             versions=dict(line["versions"]),
             command=str(line["command"]),
-            head_lr=line.get("head_lr"),
+            head_lr=float(line["head_lr"]) if settings.get("head_lr") == "auto" else None,
         )
     except KeyError as error:
         problem = f"it has no {error}"

@@ -74,11 +74,15 @@ def verdicts(group: Group, dataset: str) -> list[str]:
             if comparison is not None and comparison.n > 1:
                 found.append((method, model, comparison))
     adjusted = holm([comparison.p for _, _, comparison in found])
-    said: dict[str, list[str]] = {"beaten by": [], "above": [], "not told apart from": []}
+    said: dict[str, dict[str, list[str]]] = {"Above": {}, "Below": {}, "Not told apart from": {}}
     for (method, model, comparison), p in zip(found, adjusted, strict=True):
-        side = "not told apart from" if p >= SIGNIFICANT else "above" if comparison.difference > 0 else "beaten by"
-        said[side].append(f"**{name_of(method)}** with {model} ({difference(comparison)})")
-    return [f"ENTAME is {side} {', '.join(cells) or 'none'}." for side, cells in said.items()] if found else []
+        side = "Not told apart from" if p >= SIGNIFICANT else "Below" if comparison.difference > 0 else "Above"
+        said[side].setdefault(name_of(method), []).append(f"{model} {difference(comparison)}")
+    lines = []
+    for side, methods in said.items() if found else ():
+        text = "; ".join(f"**{name}** ({', '.join(cells)})" for name, cells in methods.items())
+        lines.append(f"{side} ENTAME: {text or 'none'}.")
+    return lines
 
 
 def steps_table(group: Group) -> str:
