@@ -69,9 +69,14 @@ def free_place(axes: Axes) -> tuple[float, float, float, float]:
         inside = (points > (left, bottom)) & (points < (right, top))
         return int(inside.all(axis=1).sum())
 
-    # As large as nothing is hidden, at the right if it can be.
+    # As large as nothing is hidden; at the right and below, if it can be.
     sizes = ((0.5, 0.42), (0.5, 0.34), (0.44, 0.34), (0.44, 0.28), (0.38, 0.28), (0.34, 0.26))
-    places = [(x, y, *size) for size in sizes for x in (0.97 - size[0], 0.14) for y in (0.1, 0.25, 0.9 - size[1])]
+    places = [
+        (x, y, width, height)
+        for width, height in sizes
+        for x in (0.97 - width, 0.14)
+        for y in np.linspace(0.1, 0.9 - height, 6)
+    ]
     return min(places, key=hidden)
 
 

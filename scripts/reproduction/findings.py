@@ -22,7 +22,7 @@ def findings(groups: Sequence[Group]) -> list[str]:
         ),
         _count("Its accuracy at the end is at or above Base's", over_base, lambda gain: gain.difference >= 0),
         _count(
-            "Its accuracy at the end is at or above *keep*'s, or below it by less than the 95 % confidence interval",
+            "Its accuracy at the end is at or above *keep*'s, or below it within the 95 % confidence interval",
             over_keep,
             lambda gain: gain.difference >= 0 or gain.difference + gain.margin >= 0,
         ),
@@ -72,7 +72,7 @@ def _count(claim: str, found: dict[str, Comparison], holds: Callable[[Comparison
         return f"{claim}: no cell has two seeds of both."
     failing = [f"{cell} ({difference(it)}{p_value(it.p)})" for cell, it in found.items() if not holds(it)]
     named = f" Not with {'; '.join(failing)}." if failing else ""
-    return f"{claim} in **{len(found) - len(failing)} of {len(found)}** cells.{named}"
+    return f"{claim}, in **{len(found) - len(failing)} of {len(found)}** cells.{named}"
 
 
 def _best(group: Group) -> list[str]:

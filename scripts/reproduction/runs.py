@@ -76,7 +76,7 @@ class Group:
 
     @cached_property
     def datasets(self) -> list[str]:
-        return _ordered({run.dataset for run in self.runs}, next(iter(PAPER["speedup"].values())))
+        return _ordered({run.dataset for run in self.runs}, PAPER["speedup"]["ResNet50"])
 
     @cached_property
     def methods(self) -> list[str]:
@@ -136,15 +136,16 @@ def varied_settings(runs: Iterable[Run]) -> dict[str, set[str]]:
 
     A method's own arguments, and the exceptions that a suite makes for a model, are none.
     """
-    values: dict[tuple[str, ...], set[str]] = {}
+    settings: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for run in runs:
-        for key, value in run.settings.items():
-            values.setdefault((key, run.model, run.dataset, run.method), set()).add(short(value))
+        settings.setdefault((run.model, run.dataset, run.method), []).append(run.settings)
     varied: dict[str, set[str]] = {}
-    for (key, *_), different in sorted(values.items()):
-        if len(different) > 1:
-            varied.setdefault(key, set()).update(different)
-    return varied
+    for same in settings.values():
+        for key in set().union(*same):
+            values = {short(each.get(key)) for each in same}
+            if len(values) > 1:
+                varied.setdefault(key, set()).update(values)
+    return {key: varied[key] for key in sorted(varied)}
 
 
 def groups_of(runs: Iterable[Run], varied: Mapping[str, set[str]]) -> list[Group]:
@@ -174,7 +175,7 @@ def short(value: Any) -> str:
 def natural(text: str) -> list[tuple[bool, int, str]]:
     """Sort as people do: ResNet50 before ResNet152."""
     parts = re.split(r"(\d+)", text.casefold())
-    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def _ordered(labels: set[str], known: Iterable[str]) -> list[str]:

@@ -55,12 +55,12 @@ def converged_table(group: Group, dataset: str) -> str:
     rows = []
     for model in group.models:
         values = {method: group.values(model, dataset, method, final) for method in group.methods}
-        best = max((found for found in values.values() if found), key=lambda found: mean(found), default={})
+        compared = [found for found in values.values() if found]
+        best = max(compared, key=mean, default={})
         cells = []
         for method, found in values.items():
-            bold = "**" if len(values) > 1 and found and (found is best or within_one_error(best, found)) else ""
-            paper = _paper(CONVERGED.get(dataset, ""), model, COLUMNS.get(method, ""))
-            cells.append(_spread(found, bold) + paper)
+            bold = "**" if len(compared) > 1 and found and (found is best or within_one_error(best, found)) else ""
+            cells.append(_spread(found, bold) + _paper(CONVERGED.get(dataset, ""), model, COLUMNS.get(method, "")))
         rows.append([model, *cells])
     return markdown([dataset, *map(name_of, group.methods)], rows)
 
