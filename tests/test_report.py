@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 from reproduction import statistics
-from reproduction.head_rates import head_rate_curves, recommended_table, split
+from reproduction.head_rates import head_rate_curves, recommended_table, rule_table, split
 from reproduction.report import write_report
 from reproduction.runs import groups_of, read_runs, varied_settings
 from reproduction.tables import converged_table, gain_table, noise_table, step_ratios, steps_table, verdicts
@@ -324,6 +324,13 @@ def test_nothing_to_report_on_is_refused(tmp_path):
         write_report([tmp_path / "empty"], tmp_path / "out")
 
 
+def test_a_file_in_the_place_of_the_folder_is_left_alone(tmp_path):
+    file = write([line()], tmp_path / "lines")
+    with pytest.raises(InputError, match="Name a folder"):
+        write_report([file], file)
+    assert read_runs([file])
+
+
 def rates(seeds=2):
     """Runs over the head's rate, best at 1e-3, and what a rule chose."""
     for base, (method, worse), rate, seed in product(
@@ -351,6 +358,13 @@ def test_head_rates_are_drawn_where_they_were_measured(read):
     np.testing.assert_allclose(
         sorted(map(list, stars)), [[math.sqrt(8) * 1e-3, y] for y in (expected - 0.1, expected)]
     )
+
+
+def test_the_rule_is_compared_with_the_best_rate_that_was_set(read):
+    rows = rule_table(groups_of(split(read(rates()))[1], {})).splitlines()[2:]
+    # The best rate set is 1e-3 in both seeds; the rule measured twice and four times that.
+    assert rows[0] == "| M, D | 1e-5 | ENTAME | 90.0 ± 0.0 (2) at 1e-3 | 85.5 ± 2.1 (2) at 2.83e-3 | no |"
+    assert len(rows) == 4
 
 
 def test_rates_that_vary_are_curves_and_no_columns(tmp_path):

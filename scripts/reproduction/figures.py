@@ -68,7 +68,7 @@ def model_figures(group: Group, model: str, styles: dict[str, dict[str, Any]]) -
             runs = {name_of(method): [of(run) for run in group.select(model, dataset, method)] for method in methods}
             return draw(runs, title=f"{model} on {dataset}", styles=styles, ax=axes) is not None
 
-        return _panels(panel, group.datasets)
+        return _panels(panel, group.datasets, plain(group.title))
 
     peers = others if set(others) - set(COMPARED) else []
     return {
@@ -109,13 +109,20 @@ def overview(group: Group) -> Figure:
     return figure
 
 
-def _panels(draw: Callable[[Axes, str], bool], names: Sequence[str]) -> Figure | None:
+def plain(title: str) -> str:
+    """Write a group's title without Markdown."""
+    return title.replace("`", "")
+
+
+def _panels(draw: Callable[[Axes, str], bool], names: Sequence[str], title: str) -> Figure | None:
     """Draw one panel a name, with one legend below all; None where no panel has anything to show."""
     columns = 2 if len(names) in (2, 4) else min(3, len(names))
     rows = math.ceil(len(names) / columns)
     width = max(7, 4.5 * columns)
     figure = Figure(figsize=(width, 3.8 * rows + 0.4), dpi=120, layout="constrained")
     handles: dict[str, Any] = {}
+    if title:
+        figure.suptitle(title)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes, name in zip(grid.flat, names, strict=False):
         if draw(axes, name):

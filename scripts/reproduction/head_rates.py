@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
 from entame_hf import EntameTrainingArguments
+from entame_hf.plots import Series
 from entame_hf.plots.drawing import draw_groups
 
-from .figures import STYLES
+from .figures import STYLES, plain
 from .runs import Group, Run, name_of, short
 from .statistics import Values, paired, within_one_error
-from .tables import compare, difference, final, markdown, mean, p_value
+from .tables import compare, difference, final, markdown, mean, p_value, spread
 
 RECOMMENDED = "recommended"
 MEASURES: dict[str, Callable[[Run], float | None]] = {
@@ -66,17 +67,17 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
     Returns:
         `matplotlib.figure.Figure` or `None`: there are no such runs.
     """
-    runs = [run for run in group.runs if (run.model, run.dataset) == (model, dataset)]
-    if len({head_rate(run) for run in runs if run.settings.get("head_lr") != "auto"}) < 2:
+    bases = _by_base(group, model, dataset)
+    rates = {head_rate(run) for runs in bases.values() for run in runs if run.settings.get("head_lr") != "auto"}
+    if len(rates) < 2:
         return None
-    bases = sorted({base_rate(run) for run in runs})
     figure = Figure(figsize=(1.2 + 3.4 * len(bases), 6), dpi=120, layout="constrained")
     panels = figure.subplots(len(MEASURES), len(bases), sharex=True, sharey="row", squeeze=False)
     handles: dict[str, Line2D] = {}
     for row, (label, measure) in zip(panels, MEASURES.items(), strict=True):
         row[0].set_ylabel(f"accuracy\n{label}")
-        for axes, base in zip(row, bases, strict=True):
-            handles |= _panel(axes, [run for run in runs if base_rate(run) == base], measure)
+        for axes, (base, runs) in zip(row, bases.items(), strict=True):
+            handles |= _panel(axes, runs, measure)
             axes.axvline(base, color="0.6", linewidth=1, linestyle=":", zorder=0)
     for axes, base in zip(panels[0], bases, strict=True):
         axes.set_title(f"base rate {short(base)}")
@@ -85,7 +86,7 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
     handles = dict(sorted(handles.items(), key=lambda item: [*STYLES, item[0]].index(item[0])))
     handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", marker="*", markersize=13)
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
-    figure.suptitle(f"{model} on {dataset}")
+    figure.suptitle(", ".join(filter(None, (f"{model} on {dataset}", plain(group.title)))))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return figure
 
@@ -124,28 +125,81 @@ def recommended_table(groups: Sequence[Group]) -> str:
     return f"{markdown(header, rows)}\n\n{share}"
 
 
-def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | None]) -> dict[str, Line2D]:
-    curves: dict[str, dict[int, dict[float, float]]] = {}
-    chosen: dict[str, list[tuple[float, float]]] = {}
+def rule_table(groups: Sequence[Group]) -> str:
+    """Compare what the rule chose with the best of the rates that were set, in accuracy at the end.
+
+    Returns:
+        `str`: a table, or nothing where the rule did not choose.
+    """
+    rows = []
+    for group in groups:
+        for model, dataset in group.cells:
+            for base, runs in _by_base(group, model, dataset).items():
+                curves, chosen = _by_rate(runs, final)
+                for name in (name for name in chosen if name in curves):
+                    best = max(curves[name], key=lambda rate: mean(curves[name][rate]))
+                    fixed = curves[name][best]
+                    rule = {seed: accuracy for seed, (_, accuracy) in chosen[name].items()}
+                    rows.append(
+                        [
+                            ", ".join(filter(None, (model, dataset, group.title))),
+                            short(base),
+                            name,
+                            f"{spread(fixed)} at {short(best)}",
+                            f"{spread(rule)} at {short(_middle(rate for rate, _ in chosen[name].values()))}",
+                            "yes" if within_one_error(fixed, rule) else "no",
+                        ]
+                    )
+    header = ["", "base rate", "method", "best rate set", "the rule's", "within one standard error"]
+    return markdown(header, rows) if rows else ""
+
+
+def _by_base(group: Group, model: str, dataset: str) -> dict[float, list[Run]]:
+    bases: dict[float, list[Run]] = {}
+    for run in group.runs:
+        if (run.model, run.dataset) == (model, dataset):
+            bases.setdefault(base_rate(run), []).append(run)
+    return dict(sorted(bases.items()))
+
+
+def _by_rate(
+    runs: Sequence[Run], measure: Callable[[Run], float | None]
+) -> tuple[dict[str, dict[float, dict[int, float]]], dict[str, dict[int, tuple[float, float]]]]:
+    """Sort by method what was measured at each rate of the head that was set, and at the rate that the rule chose."""
+    curves: dict[str, dict[float, dict[int, float]]] = {}
+    chosen: dict[str, dict[int, tuple[float, float]]] = {}
     for run in sorted(runs, key=head_rate):
         name, value = name_of(str(run.settings.get("entame_method", run.method))), measure(run)
-        if value is None:
-            continue
-        if run.settings.get("head_lr") == "auto":
-            chosen.setdefault(name, []).append((head_rate(run), value))
-        else:
-            curves.setdefault(name, {}).setdefault(run.seed, {})[head_rate(run)] = value
-    lines = {name: [(list(points), list(points.values())) for points in curves[name].values()] for name in curves}
-    draw_groups(axes, lines, STYLES)
+        if value is not None and run.settings.get("head_lr") == "auto":
+            chosen.setdefault(name, {})[run.seed] = head_rate(run), value
+        elif value is not None:
+            curves.setdefault(name, {}).setdefault(head_rate(run), {})[run.seed] = value
+    return curves, chosen
+
+
+def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | None]) -> dict[str, Line2D]:
+    curves, chosen = _by_rate(runs, measure)
+    draw_groups(axes, {name: _series_by_seed(curve) for name, curve in curves.items()}, STYLES)
     for name, points in chosen.items():
-        rates, values = np.array(points).T
-        spread = values.std(ddof=1) if len(values) > 1 else None
+        rates, values = np.array([*points.values()]).T
+        bar = values.std(ddof=1) if len(values) > 1 else None
         style = {"color": STYLES.get(name, {}).get("color", "0.3"), "marker": "*", "markersize": 13, "zorder": 5}
-        axes.errorbar(np.exp(np.log(rates).mean()), values.mean(), spread, markeredgecolor="white", **style)
+        axes.errorbar(_middle(rates), values.mean(), bar, markeredgecolor="white", **style)
     axes.set_xscale("log")
     axes.grid(alpha=0.3)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
+
+
+def _series_by_seed(curve: dict[float, dict[int, float]]) -> list[Series]:
+    seeds = sorted(set().union(*curve.values()))
+    points = [[(rate, values[seed]) for rate, values in curve.items() if seed in values] for seed in seeds]
+    return [([rate for rate, _ in each], [value for _, value in each]) for each in points]
+
+
+def _middle(rates: Iterable[float]) -> float:
+    """The geometric mean: rates are compared by their ratios."""
+    return float(np.exp(np.mean(np.log([*rates]))))
 
 
 def _label(run: Run) -> tuple[str, str, str]:

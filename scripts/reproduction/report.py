@@ -9,6 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from entame_hf import InputError
 from entame_hf.plots import save_figures
 
 from . import head_rates, tables
@@ -53,6 +54,12 @@ standard error of the difference, paired by seed. Over *keep*, runs of the same 
 
 {table}
 """
+RULE = """\
+Accuracy at the end with the rate that the rule measured (`head_lr: auto`), beside the best of the rates that were set;
+within one standard error of the difference, paired by seed. Which rate is best is read off the same runs.
+
+{table}
+"""
 
 
 def write_report(results: list[Path], output: Path) -> list[Path]:
@@ -79,11 +86,15 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     body = [_section(group, figures, styles_of(groups)) for group in groups]
     body += [_head_rates(groups, curves, figures)]
     picture = [_picture(figures, overview(groups[0]), "Accuracy over the steps", "overview")] if groups else []
-    top = [INTRODUCTION.strip(), *picture, "## What the lines show", _list(findings(groups)), READING.strip()]
+    shown = ["## What the lines show", _list(findings(groups)), READING.strip()] if groups else []
+    top = [INTRODUCTION.strip(), *picture, *shown]
     end = ["## The runs", _list(provenance(runs))]
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output} cannot be made: {error.strerror}. Name a folder.") from error
     page = output / "report.md"
-    page.write_text("\n\n".join([*top, *filter(None, body), *end]) + "\n")
+    page.write_text("\n\n".join([*top, *filter(None, body), *end]) + "\n", encoding="utf-8")
     return [page, *(output / name for name in save_figures(figures, output))]
 
 
@@ -113,6 +124,8 @@ def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, 
 def _head_rates(groups: list[Group], curves: list[Group], figures: dict[str, Figure | None]) -> str:
     table = head_rates.recommended_table(groups)
     parts = [RECOMMENDED.format(table=table).strip()] if table else []
+    rule = head_rates.rule_table(curves)
+    parts += [RULE.format(table=rule).strip()] if rule else []
     for group in curves:
         for model, dataset in group.cells:
             figure = head_rates.head_rate_curves(group, model, dataset)

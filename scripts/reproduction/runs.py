@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from entame_hf.errors import InputError
+from entame_hf import InputError
 
 from .statistics import Values
 
@@ -119,7 +119,7 @@ def read_runs(files: Iterable[Path]) -> list[Run]:
     for file in files:
         if not file.is_file():
             raise InputError(f"{file} is no file. Write one with: python scripts/reproduce.py run --suite smoke")
-        for number, text in enumerate(file.read_text().splitlines(), start=1):
+        for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
             if text.strip():
                 run = _run(text, f"{file}, line {number}")
                 identity = (run.model, run.dataset, run.method, run.settings, run.seed)

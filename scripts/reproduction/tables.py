@@ -32,9 +32,7 @@ def noise_table(group: Group) -> str:
     """The noise share of Base's first error."""
 
     def cell(model: str, dataset: str) -> str:
-        return _spread(group.values(model, dataset, "base", noise_share)) + _paper(
-            "init_noise_regular", model, dataset
-        )
+        return spread(group.values(model, dataset, "base", noise_share)) + _paper("init_noise_regular", model, dataset)
 
     return _by_model_and_dataset(group, cell)
 
@@ -60,7 +58,7 @@ def converged_table(group: Group, dataset: str) -> str:
         cells = []
         for method, found in values.items():
             bold = "**" if len(compared) > 1 and found and (found is best or within_one_error(best, found)) else ""
-            cells.append(_spread(found, bold) + _paper(CONVERGED.get(dataset, ""), model, COLUMNS.get(method, "")))
+            cells.append(spread(found, bold) + _paper(CONVERGED.get(dataset, ""), model, COLUMNS.get(method, "")))
         rows.append([model, *cells])
     return markdown([dataset, *map(name_of, group.methods)], rows)
 
@@ -133,12 +131,12 @@ def mean(values: Values) -> float:
     return sum(values.values()) / len(values)
 
 
-def _spread(values: Values, bold: str = "") -> str:
+def spread(values: Values, bold: str = "") -> str:
     found = summary(values.values())
     if found is None:
         return MISSING
-    spread = "" if found.n == 1 else f" ± {found.std:.1f}"
-    return f"{bold}{found.mean:.1f}{spread}{bold} ({found.n})"
+    std = "" if found.n == 1 else f" ± {found.std:.1f}"
+    return f"{bold}{found.mean:.1f}{std}{bold} ({found.n})"
 
 
 def _paper(table: str, row: str, column: str) -> str:
