@@ -83,7 +83,7 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
         axes.set_title(f"base rate {short(base)}")
     for axes in panels[-1]:
         axes.set_xlabel("learning rate of the head")
-    handles = dict(sorted(handles.items(), key=lambda item: [*STYLES, item[0]].index(item[0])))
+    handles = {name: handles[name] for name in _in_order(handles)}
     handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", marker="*", markersize=13)
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
     figure.suptitle(", ".join(filter(None, (f"{model} on {dataset}", plain(group.title)))))
@@ -136,7 +136,7 @@ def rule_table(groups: Sequence[Group]) -> str:
         for model, dataset in group.cells:
             for base, runs in _by_base(group, model, dataset).items():
                 curves, chosen = _by_rate(runs, final)
-                for name in (name for name in chosen if name in curves):
+                for name in _in_order(chosen.keys() & curves.keys()):
                     best = max(curves[name], key=lambda rate: mean(curves[name][rate]))
                     fixed = curves[name][best]
                     rule = {seed: accuracy for seed, (_, accuracy) in chosen[name].items()}
@@ -195,6 +195,10 @@ def _series_by_seed(curve: dict[float, dict[int, float]]) -> list[Series]:
     seeds = sorted(set().union(*curve.values()))
     points = [[(rate, values[seed]) for rate, values in curve.items() if seed in values] for seed in seeds]
     return [([rate for rate, _ in each], [value for _, value in each]) for each in points]
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: ([*STYLES, name].index(name), name))
 
 
 def _middle(rates: Iterable[float]) -> float:
