@@ -156,6 +156,12 @@ def test_the_gain_is_that_of_the_first_ten_steps(group):
     assert cells(gain_table(group(lines)))["M"] == [f"+11.3 ± {margin:.1f}, p = {expected.pvalue:.2g} (3)"]
 
 
+def test_the_first_ten_steps_are_ten_and_only_those(read):
+    (run,) = read([line(evaluations=[[step, step / 100] for step in range(1, 21)])])
+    assert run.early == pytest.approx(0.055)
+    assert run.final == 0.2
+
+
 def test_cells_that_miss_one_method_are_shown_as_missing(group):
     lines = [line("base", 0), line("entame", 0), line("base", 0, model="N"), line("keep", 1, dataset="E")]
     found = group(lines)
@@ -201,6 +207,14 @@ def test_a_peer_that_beats_entame_is_named(group):
     assert above.startswith("Above ENTAME: **keep** (M −5.0 ± ")
     assert below.startswith("Below ENTAME: **Base** (M +30.0 ± ")
     assert equal.startswith("Not told apart from ENTAME: **zero head** (M −0.2 ± ")
+
+
+def test_the_more_methods_are_compared_the_more_it_takes_to_tell_them_apart(group):
+    # p = 0.039 by itself, and 0.078 as one of two.
+    finals = {"entame": [0.8] * 4, "base": [0.785, 0.785, 0.795, 0.795], "keep": [0.785, 0.785, 0.795, 0.795]}
+    lines = [line(method, seed, final=final) for method in finals for seed, final in enumerate(finals[method])]
+    assert verdicts(group(lines[:8]), "D")[1] == "Below ENTAME: **Base** (M +1.0 ± 0.9)."
+    assert verdicts(group(lines), "D")[1] == "Below ENTAME: none."
 
 
 def test_steps_to_where_others_end(group):

@@ -103,11 +103,10 @@ def overview(group: Group) -> Figure:
         if len(steps):
             axes.set_xlim(1, steps.max())
     panels[0].set_ylabel("accuracy on the test part")
-    if group.title:
-        figure.suptitle(plain(group.title))
     handles = [Line2D([], [], label=name, **styles[name]) for name in map(name_of, FIRST_GLANCE)]
     handles += [Line2D([], [], label="other methods", **GREY)] if others else []
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
+    title = plain(group.title) or None
+    figure.legend(handles=handles, title=title, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
 
 
