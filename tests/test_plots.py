@@ -41,7 +41,9 @@ def test_accuracy_is_the_mean_of_the_seeds_with_their_spread():
 
 
 @pytest.mark.parametrize(
-    ("steps", "insets"), [(STEPS, 1), (STEPS[:3], 0), (STEPS[3:], 0)], ids=["both", "early", "late"]
+    ("steps", "insets"),
+    [(STEPS, 1), (STEPS[:3], 0), (STEPS[3:], 0), (STEPS[:5], 0)],
+    ids=["both", "early", "late", "short"],
 )
 def test_the_inset_shows_the_first_steps_where_there_are_others(steps, insets):
     axes = accuracy_curves({"base": [(steps, np.linspace(0, 1, len(steps)))]}, zoom_steps=10).axes[0]

@@ -95,10 +95,12 @@ def test_the_same_difference_in_every_seed_leaves_no_doubt(shift, p):
     assert (comparison.margin, comparison.p) == (0, p)
 
 
-def test_one_seed_has_a_difference_and_no_test():
-    comparison = statistics.paired({0: 2.0, 1: 3.0}, {1: 1.0})
-    assert (comparison.difference, comparison.n) == (2.0, 1)
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_two_seeds_have_a_difference_and_no_test(seeds):
+    comparison = statistics.paired(dict.fromkeys(range(seeds), 3.0) | {9: 2.0}, dict.fromkeys(range(seeds), 1.0))
+    assert (comparison.difference, comparison.n) == (2.0, seeds)
     assert math.isnan(comparison.p)
+    assert math.isnan(comparison.margin)
     assert statistics.paired({0: 1.0}, {1: 1.0}) is None
 
 
@@ -303,7 +305,7 @@ def test_the_page_shows_every_picture_and_counts_what_the_lines_show(tmp_path):
 
 def test_a_report_without_entame_or_of_one_seed_says_what_it_can(tmp_path):
     page, *_ = write_report([write(suite(["M"], ["D"], ["keep", "LP-FT"]), tmp_path / "lines")], tmp_path / "peers")
-    assert "no cell has two seeds of both" in page.read_text()
+    assert "no cell has three seeds of both" in page.read_text()
     page, *_ = write_report([write([line()], tmp_path / "lines")], tmp_path / "one")
     assert "90.0 (1)" in page.read_text()
 
@@ -392,14 +394,14 @@ def test_rates_that_vary_are_curves_and_no_columns(tmp_path):
 
 
 def test_the_recommended_recipe_is_compared_with_the_best_of_the_others(group):
-    finals = {"keep": [0.8, 0.82], "MEI x10": [0.9, 0.91], "recommended": [0.91, 0.92]}
+    finals = {"keep": [0.8, 0.82, 0.81], "MEI x10": [0.9, 0.91, 0.9], "recommended": [0.91, 0.92, 0.92]}
     lines = [line(m, s, final=final) for m, values in finals.items() for s, final in enumerate(values)]
     lines += [
         line(m, s, model="N", final=1.7 - final) for m, values in finals.items() for s, final in enumerate(values)
     ]
     table = recommended_table([group(lines)])
-    assert "| 1 of 2 | N, D: keep −10.5 ± " in table
-    # Differences of 11, 10, −11 and −10 points.
+    assert "| 1 of 2 | N, D: keep −10.7 ± " in table
+    # Differences of 11, 10, 11, −11, −10 and −11 points.
     assert "| +0.0 ± " in table
     assert "**1 of 2 cells (50%)**" in table
     assert recommended_table([group(lines[:2])]) == ""

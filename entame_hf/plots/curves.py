@@ -57,7 +57,8 @@ def accuracy_curves(
     Args:
         runs (`dict` of lists): for each method, one (steps, accuracies in [0, 1]) a seed; see [`series`].
         zoom_steps (`int`, *optional*, defaults to 10):
-            The inset's last step. It is left out where fewer than three evaluations lie in it, or none after it.
+            The inset's last step. It is left out where fewer than three evaluations lie in it, or where it would be
+            more than a third of the whole.
         title (`str`, *optional*): stands over the picture.
         styles (`dict` of `dict`, *optional*):
             By method, properties of its line, such as `{"entame": {"color": "black"}}`. The others have the colours of
@@ -82,7 +83,7 @@ def accuracy_curves(
     if not len(steps):
         return None
     in_percent(axes)
-    if (steps <= zoom_steps).sum() >= 3 and (steps > zoom_steps).any():
+    if (steps <= zoom_steps).sum() >= 3 and steps.max() >= 3 * zoom_steps:
         inset = axes.inset_axes(free_place(axes))
         draw_groups(inset, runs, styles, last_step=zoom_steps)
         in_percent(inset)

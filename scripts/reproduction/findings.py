@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from .runs import Group, Run, name_of, natural
-from .statistics import Comparison, summary
+from .statistics import LEAST_SEEDS, Comparison, summary
 from .tables import compare, difference, early, final, p_value
 
 
@@ -64,12 +64,16 @@ def _comparisons(groups: Iterable[Group], other: str, of: Callable[[Run], float 
         for group in groups
         for model, dataset in group.cells
     }
-    return {cell: comparison for cell, comparison in found.items() if comparison is not None and comparison.n > 1}
+    return {
+        cell: comparison
+        for cell, comparison in found.items()
+        if comparison is not None and comparison.n >= LEAST_SEEDS
+    }
 
 
 def _count(claim: str, found: dict[str, Comparison], holds: Callable[[Comparison], bool]) -> str:
     if not found:
-        return f"{claim}: no cell has two seeds of both."
+        return f"{claim}: no cell has three seeds of both."
     failing = [f"{cell} ({difference(it)}{p_value(it.p)})" for cell, it in found.items() if not holds(it)]
     named = f" Not with {'; '.join(failing)}." if failing else ""
     return f"{claim}, in **{len(found) - len(failing)} of {len(found)}** cells.{named}"

@@ -36,8 +36,8 @@ paper's ± are all 95 % confidence intervals.
   in percentage points and paired by seed, with the 95 % confidence interval and the p-value of the paired t-test.
 - **Accuracy at the end**: of the last evaluation. Bold are the best mean and those within one standard error of it,
   paired by seed. Below each table, ENTAME is held against each other method by paired t-tests: ENTAME's accuracy minus
-  the other's in percentage points, with the 95 % confidence interval. Methods are told apart where p < 0.05 after
-  Holm's correction over the comparisons of the table.
+  the other's in percentage points, with the 95 % confidence interval, where both have three seeds. Methods are told
+  apart where p < 0.05 after Holm's correction over the comparisons of the table.
 - **Steps to where others end**: the first evaluated step at which ENTAME has the accuracy with which another method of
   the same seed ends, over all steps of that method; the median over seeds, the quartiles, and the number of seeds.
   Nothing is interpolated between evaluations, which errs against ENTAME. A seed that never gets there counts as ∞.

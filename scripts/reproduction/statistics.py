@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+# Accuracies are counts: that two seeds have the same difference, and so leave no doubt, happens.
+LEAST_SEEDS = 3
 # One number a seed, or whatever else makes two numbers a pair.
 Values = Mapping[Any, float]
 
@@ -34,8 +36,8 @@ class Comparison(NamedTuple):
 
     Args:
         difference (`float`): the mean of first − second.
-        margin (`float`): half the width of its 95 % confidence interval by the t distribution; NaN for one seed.
-        p (`float`): of the two-sided paired t-test; NaN for one seed.
+        margin (`float`): half the width of its 95 % confidence interval by the t distribution; NaN below three seeds.
+        p (`float`): of the two-sided paired t-test; NaN below three seeds.
         error (`float`): the standard error of the difference; NaN for one seed.
         n (`int`): the number of seeds that both ran.
     """
@@ -72,6 +74,8 @@ def paired(first: Values, second: Values) -> Comparison | None:
     if n == 1:
         return Comparison(mean, math.nan, math.nan, math.nan, 1)
     error = float(differences.std(ddof=1)) / math.sqrt(n)
+    if n < LEAST_SEEDS:
+        return Comparison(mean, math.nan, math.nan, error, n)
     # Accuracies are counts over the same images: what differs by less is rounding.
     if error < 1e-12:
         return Comparison(mean, 0.0, float(abs(mean) < 1e-12), 0.0, n)

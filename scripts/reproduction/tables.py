@@ -6,7 +6,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from .runs import PAPER, Group, Run, name_of
-from .statistics import Comparison, Values, holm, paired, quartiles, steps_to_reach, summary, within_one_error
+from .statistics import (
+    LEAST_SEEDS,
+    Comparison,
+    Values,
+    holm,
+    paired,
+    quartiles,
+    steps_to_reach,
+    summary,
+    within_one_error,
+)
 
 MISSING = "–"
 # The paper's tables of converged accuracies, by data set, and their columns, by method.
@@ -69,7 +79,7 @@ def verdicts(group: Group, dataset: str) -> list[str]:
     for method in (method for method in group.methods if method != "entame"):
         for model in group.models:
             comparison = compare(group, model, dataset, "entame", method, final)
-            if comparison is not None and comparison.n > 1:
+            if comparison is not None and comparison.n >= LEAST_SEEDS:
                 found.append((method, model, comparison))
     adjusted = holm([comparison.p for _, _, comparison in found])
     said: dict[str, dict[str, list[str]]] = {"Above": {}, "Below": {}, "Not told apart from": {}}
