@@ -1,1 +1,1 @@
-"""The paper's experiments, and others like them, as a grid of short runs."""
+"""The parts of `scripts/reproduce.py`: a grid of short trainings, and what is made of its result lines."""
