@@ -316,7 +316,7 @@ OLD = {"method": "base", "seed": 0, "accuracy_by_step": [0.1], "learning_rate": 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json.dumps(line())[:80], "line 2: this is no JSON.*half a line.*Delete"),
+        (json.dumps(line())[:80], "line 2: this is no JSON.*half a line.*delete"),
         (json.dumps(OLD), "no line that `python scripts/reproduce.py run` wrote: it has no 'evaluations'"),
         (json.dumps(line(evaluations=[[1, 96.5]])), r"an accuracy in \[0, 1\]"),
         (json.dumps(line(settings={"head_lr": "auto"})), "it has no 'head_lr'"),

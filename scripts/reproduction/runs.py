@@ -188,8 +188,8 @@ def _run(text: str, where: str) -> Run:
         line = json.loads(text)
     except json.JSONDecodeError:
         raise InputError(
-            f"{where}: this is no JSON; a run that was killed may have left half a line. Delete the line: "
-            "what it stood for is run again by the command that wrote the file."
+            f"{where}: this is no JSON; a run that was killed may have left half a line. Run the command that wrote "
+            "the file again, or delete the line."
         ) from None
     try:
         accuracies = {int(step): float(accuracy) for step, accuracy in line["evaluations"]}
