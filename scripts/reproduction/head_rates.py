@@ -113,7 +113,6 @@ def recommended_table(groups: Sequence[Group]) -> str:
                 comparison = compare(group, model, dataset, RECOMMENDED, best, final)
                 by = "" if comparison is None else f" {difference(comparison)}"
                 behind.append(f"{model}, {dataset}: {name_of(best)}{by}")
-            pairs[model, dataset] = ours, peers.get("keep", {})
         if pairs:
             good = len(pairs) - len(behind)
             rows.append([group.title, f"{good} of {len(pairs)}", "; ".join(behind) or "none", _pooled(pairs)])
