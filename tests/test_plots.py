@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
@@ -40,7 +41,9 @@ def test_accuracy_is_the_mean_of_the_seeds_with_their_spread():
 
 
 @pytest.mark.parametrize(
-    ("steps", "insets"), [(STEPS, 1), (STEPS[:3], 0), (STEPS[3:], 0)], ids=["both", "early", "late"]
+    ("steps", "insets"),
+    [(STEPS, 1), (STEPS[:3], 0), (STEPS[3:], 0), (STEPS[:5], 0)],
+    ids=["both", "early", "late", "short"],
 )
 def test_the_inset_shows_the_first_steps_where_there_are_others(steps, insets):
     axes = accuracy_curves({"base": [(steps, np.linspace(0, 1, len(steps)))]}, zoom_steps=10).axes[0]
@@ -111,3 +114,29 @@ def test_scores_of_classes_are_scikit_learns():
     expected = precision_recall_fscore_support(true, predicted, labels=range(6), zero_division=0)
     scores = class_scores(confusion_matrix(true, predicted, labels=range(6)))
     np.testing.assert_allclose(np.stack(scores), np.stack(expected))
+
+
+def test_a_method_keeps_its_style_and_a_panel_gets_no_legend():
+    figure = Figure()
+    left, right = figure.subplots(1, 2)
+    styles = {"entame": {"color": "#D55E00", "linestyle": "-"}}
+    for axes, names in ((left, ["base", "entame"]), (right, ["entame"])):
+        runs = {name: [(STEPS, np.linspace(0, 1, len(STEPS)))] for name in names}
+        assert accuracy_curves(runs, styles=styles, ax=axes) is figure
+        for each in (axes, *axes.child_axes):
+            colours = {curve.get_label(): curve.get_color() for curve in each.get_lines()}
+            assert colours["entame"] == "#D55E00"
+    assert figure.legends == []
+    assert len(accuracy_curves(runs).legends) == 1
+
+
+@pytest.mark.parametrize("ends", [[0.9, 1.0], [0.2, 0.9], [0.5, 0.7, 0.95]], ids=["high", "apart", "spread"])
+def test_the_inset_hides_no_curve(ends):
+    steps = np.arange(1, 101)
+    curves = [end * (1 - np.exp(-steps / 8)) for end in ends]
+    figure = accuracy_curves({str(end): [(steps, curve)] for end, curve in zip(ends, curves, strict=True)})
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    hidden = axes.child_axes[0].get_window_extent()
+    points = axes.transData.transform([point for curve in curves for point in zip(steps, curve, strict=True)])
+    assert not any(hidden.contains(*point) for point in points)

@@ -10,9 +10,12 @@ from .curves import (
     save_figures,
     series,
 )
+from .drawing import Series, Styles
 
 __all__ = [
     "History",
+    "Series",
+    "Styles",
     "accuracy_curves",
     "class_scores",
     "confusion_matrix_figure",

@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ..evaluations import evaluation_metrics
+from .drawing import Series, Styles, axes_for, draw_groups, finished, free_place, in_percent
 
 # One line of `trainer.state.log_history` after the other.
 History = Sequence[Mapping[str, Any]]
-Series = tuple[Sequence[float], Sequence[float]]
-
-# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell them apart in print.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-DASHES = ("-", "--", "-.", ":")
 
 
 def series(history: History, key: str) -> Series:
@@ -54,14 +49,21 @@ def accuracy_curves(
     *,
     zoom_steps: int = 10,
     title: str = "Accuracy in evaluation",
+    styles: Styles | None = None,
+    ax: Axes | None = None,
 ) -> Figure | None:
     """Draw how the accuracy of several methods grows, with the spread over seeds and an inset of the first steps.
 
     Args:
         runs (`dict` of lists): for each method, one (steps, accuracies in [0, 1]) a seed; see [`series`].
         zoom_steps (`int`, *optional*, defaults to 10):
-            The inset's last step. It is left out where fewer than three evaluations lie in it, or none after it.
+            The inset's last step. It is left out where fewer than three evaluations lie in it, or where it would be
+            more than a third of the whole.
         title (`str`, *optional*): stands over the picture.
+        styles (`dict` of `dict`, *optional*):
+            By method, properties of its line, such as `{"entame": {"color": "black"}}`. The others have the colours of
+            Okabe and Ito in turn.
+        ax (`matplotlib.axes.Axes`, *optional*): what to draw into, without a legend, instead of a new figure.
 
     Returns:
         `matplotlib.figure.Figure` or `None`: nothing was logged. The bands are one standard deviation over seeds, at
@@ -76,52 +78,61 @@ def accuracy_curves(
     >>> figure.savefig("accuracy.png")  # doctest: +SKIP
     ```
     """
-    figure, axes = _figure(title, "accuracy")
-    steps = _draw(axes, runs)
+    axes = axes_for(ax, title, "accuracy")
+    steps = draw_groups(axes, runs, styles)
     if not len(steps):
         return None
-    _shares(axes)
-    if (steps <= zoom_steps).sum() >= 3 and (steps > zoom_steps).any():
-        inset = axes.inset_axes((0.47, 0.1, 0.5, 0.42))
-        _draw(inset, runs, last_step=zoom_steps)
-        _shares(inset)
+    in_percent(axes)
+    if (steps <= zoom_steps).sum() >= 3 and steps.max() >= 3 * zoom_steps:
+        inset = axes.inset_axes(free_place(axes))
+        draw_groups(inset, runs, styles, last_step=zoom_steps)
+        in_percent(inset)
         inset.set_title(f"first {zoom_steps} steps", fontsize="small")
         inset.tick_params(labelsize="small")
         inset.grid(alpha=0.3)
-    return _with_legend(figure, axes)
+    return finished(axes, ax)
 
 
 def noise_share_curves(
-    runs: Mapping[str, Sequence[Series]], *, classes: int, title: str = "Noise in the error"
+    runs: Mapping[str, Sequence[Series]],
+    *,
+    classes: int,
+    title: str = "Noise in the error",
+    styles: Styles | None = None,
+    ax: Axes | None = None,
 ) -> Figure | None:
     """Draw the noise share of the error over steps, and where a head that knows nothing and says so has it.
 
     Args:
         runs (`dict` of lists): for each method, one (steps, noise shares) a seed; of `"energy/noise_share"`.
         classes (`int`): C; the line is at 1/(C − 1).
-        title (`str`, *optional*): stands over the picture.
+        title, styles, ax (*optional*): see [`accuracy_curves`].
 
     Returns:
         `matplotlib.figure.Figure` or `None`: fewer than two steps were logged. The axis ends at 1: later in a
         training, when the error nearly vanishes, the estimates have more energy than the error.
     """
-    figure, axes = _figure(title, "noise share of the error")
-    if len(_draw(axes, runs)) < 2:
+    axes = axes_for(ax, title, "noise share of the error")
+    if len(draw_groups(axes, runs, styles)) < 2:
         return None
     axes.axhline(1 / (classes - 1), color="0.4", linewidth=1, label=f"1/(C − 1) = {1 / (classes - 1):.1%}")
     axes.set_ylim(0, min(axes.get_ylim()[1], 1))
-    _shares(axes)
-    return _with_legend(figure, axes)
+    in_percent(axes)
+    return finished(axes, ax)
 
 
 def feature_variance_curves(
-    runs: Mapping[str, Sequence[Series]], *, title: str = "Variance of the classifier's input"
+    runs: Mapping[str, Sequence[Series]],
+    *,
+    title: str = "Variance of the classifier's input",
+    styles: Styles | None = None,
+    ax: Axes | None = None,
 ) -> Figure | None:
     """Draw the variance of the classifier's input over steps: a sudden change is the damage that noise does.
 
     Args:
         runs (`dict` of lists): for each method, one (steps, variances) a seed; of `"energy/feature_var"`.
-        title (`str`, *optional*): stands over the picture.
+        title, styles, ax (*optional*): see [`accuracy_curves`].
 
     Returns:
         `matplotlib.figure.Figure` or `None`: fewer than two steps were logged. The scale is logarithmic where the
@@ -129,14 +140,14 @@ def feature_variance_curves(
 
     Source: figure 1 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
-    figure, axes = _figure(title, "mean variance of a feature")
-    if len(_draw(axes, runs)) < 2:
+    axes = axes_for(ax, title, "mean variance of a feature")
+    if len(draw_groups(axes, runs, styles)) < 2:
         return None
     values = np.concatenate([np.asarray(run[1], dtype=float) for group in runs.values() for run in group])
     positive = values[np.isfinite(values) & (values > 0)]
     if len(positive) and positive.max() >= 10 * positive.min():
         axes.set_yscale("log")
-    return _with_legend(figure, axes)
+    return finished(axes, ax)
 
 
 def learning_curves(history: History) -> Figure | None:
@@ -159,11 +170,11 @@ def learning_curves(history: History) -> Figure | None:
     for axes, (name, runs) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         axes.set(title=name[0].upper() + name[1:], xlabel="optimizer step")
         axes.grid(alpha=0.3)
-        _draw(axes, runs)
+        draw_groups(axes, runs)
         if name == "loss":
             axes.set_ylabel("cross-entropy loss")
         else:
-            _shares(axes)
+            in_percent(axes)
         axes.legend(frameon=False)
     return figure
 
@@ -189,44 +200,3 @@ def save_figures(figures: Mapping[str, Figure | None], folder: str | Path) -> li
 
 def _any(runs: Mapping[str, Sequence[Series]]) -> bool:
     return any(len(steps) for group in runs.values() for steps, _ in group)
-
-
-def _figure(title: str, label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7, 4.4), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    axes.set(title=title, xlabel="optimizer step", ylabel=label)
-    axes.grid(alpha=0.3)
-    return figure, axes
-
-
-def _draw(axes: Axes, runs: Mapping[str, Sequence[Series]], last_step: float = np.inf) -> np.ndarray:
-    """Draw each group's mean and its standard deviation over runs; return the steps that were drawn."""
-    drawn: set[float] = set()
-    for index, (name, group) in enumerate(runs.items()):
-        tables = [dict(zip(*run, strict=True)) for run in group if len(run[0])]
-        common = set.intersection(*map(set, tables)) if tables else set()
-        steps = sorted(step for step in common if step <= last_step)
-        if not steps:
-            continue
-        values = np.array([[table[step] for step in steps] for table in tables], dtype=float)
-        colour = COLOURS[index % len(COLOURS)]
-        dashes = DASHES[index % len(DASHES)]
-        marker = "o" if len(steps) <= 15 else None
-        mean = values.mean(axis=0)
-        axes.plot(steps, mean, color=colour, linestyle=dashes, marker=marker, markersize=3, label=name)
-        if len(tables) > 1:
-            spread = values.std(axis=0, ddof=1)
-            axes.fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.18, linewidth=0)
-        drawn.update(steps)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return np.array(sorted(drawn))
-
-
-def _shares(axes: Axes) -> None:
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0 if high - low > 0.05 else None))
-
-
-def _with_legend(figure: Figure, axes: Axes) -> Figure:
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return figure

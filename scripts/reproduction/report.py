@@ -1,0 +1,149 @@
+"""Result lines in, a folder with a page of tables and pictures out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from entame_hf import InputError
+from entame_hf.plots import save_figures
+
+from . import head_rates, tables
+from .figures import model_figures, overview, styles_of
+from .findings import findings, provenance
+from .runs import Group, groups_of, read_runs, varied_settings
+
+INTRODUCTION = """\
+# ENTAME and its peers
+
+Made by `python scripts/reproduce.py report` from lines of `python scripts/reproduce.py run`. ENTAME is what the
+paper's tables call MEI+FN; *keep* trains the head as the model's library initialises it, as most people do today.
+"""
+READING = f"""\
+## How to read the tables
+
+Accuracies are those of the whole test part, in percent. A ± is the standard deviation over seeds, where it is not said
+to be a confidence interval, a number in brackets counts seeds, and {tables.MISSING} stands where there is no run. The
+paper's ± are all 95 % confidence intervals.
+
+- **Noise in the first error**: the share of the estimates in the energy of Base's error, at the first training batch,
+  before any update, in percent.
+- **Gain over the first 10 steps**: the mean of the accuracies after each of the first 10 steps, ENTAME's minus Base's,
+  in percentage points and paired by seed, with the 95 % confidence interval and the p-value of the paired t-test.
+- **Accuracy at the end**: of the last evaluation. Bold are the best mean and those within one standard error of it,
+  paired by seed. Below each table, ENTAME is held against each other method by paired t-tests: ENTAME's accuracy minus
+  the other's in percentage points, with the 95 % confidence interval, where both have three seeds. Methods are told
+  apart where p < 0.05 after Holm's correction over the comparisons of the table.
+- **Steps to where others end**: the first evaluated step at which ENTAME has the accuracy with which another method of
+  the same seed ends, over all steps of that method; the median over seeds, the quartiles, and the number of seeds.
+  Nothing is interpolated between evaluations, which errs against ENTAME. A seed that never gets there counts as ∞.
+"""
+NOISE_DIFFERS = "The paper does not define its percentage: compare orders and directions with it, not digits."
+PICTURES = {
+    "accuracy": "Accuracy over the steps",
+    "peers": "ENTAME beside other methods",
+    "feature_variance": "Variance of the classifier's input",
+}
+RECOMMENDED = """\
+The recipe `recommended` beside the best of all other methods in accuracy at the end: at or above it means within one
+standard error of the difference, paired by seed. Over *keep*, runs of the same model, data set and seed are pairs.
+
+{table}
+"""
+RULE = """\
+Accuracy at the end with the rate that the rule measured (`head_lr: auto`), beside the best of the rates that were set;
+within one standard error of the difference, paired by seed. Which rate is best is read off the same runs.
+
+{table}
+"""
+
+
+def write_report(results: list[Path], output: Path) -> list[Path]:
+    """Write `report.md` and the pictures it shows; the same lines give the same bytes.
+
+    Args:
+        results (list of `Path`): files of result lines, of any suites.
+        output (`Path`): a folder, which is made where it is missing. Files of these names are replaced.
+
+    Returns:
+        `list[Path]`: what was written, the page first.
+
+    Raises:
+        [`InputError`]: a file is missing, or a line is none of a run. Nothing is written then.
+    """
+    runs = read_runs(results)
+    varied = varied_settings(runs)
+    compared, points = head_rates.split(runs)
+    varied.pop("head_lr", None)
+    groups = groups_of(compared, varied)
+    varied.pop("learning_rate", None)
+    curves = groups_of(points, varied)
+    figures: dict[str, Figure | None] = {}
+    body = [_section(group, figures, styles_of(groups)) for group in groups]
+    body += [_head_rates(groups, curves, figures)]
+    picture = [_picture(figures, overview(groups[0]), "Accuracy over the steps", "overview")] if groups else []
+    shown = ["## What the lines show", _list(findings(groups)), READING.strip()] if groups else []
+    top = [INTRODUCTION.strip(), *picture, *shown]
+    end = ["## The runs", _list(provenance(runs))]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output} cannot be made: {error.strerror}. Name a folder.") from error
+    page = output / "report.md"
+    page.write_text("\n\n".join([*top, *filter(None, body), *end]) + "\n", encoding="utf-8")
+    return [page, *(output / name for name in save_figures(figures, output))]
+
+
+def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, dict[str, Any]]) -> str:
+    """Write the tables of one setting, and draw its pictures."""
+    parts = [f"## Runs with {group.title}" if group.title else "## Tables"]
+    if "base" in group.methods:
+        parts += ["### Noise in the first error", tables.noise_table(group), NOISE_DIFFERS]
+    if {"base", "entame"} <= set(group.methods):
+        parts += ["### Gain over the first 10 steps", tables.gain_table(group)]
+    for dataset in group.datasets:
+        parts += [f"### Accuracy at the end, {dataset}", tables.converged_table(group, dataset)]
+        parts.append(_list(tables.verdicts(group, dataset)))
+    steps = tables.steps_table(group)
+    parts += ["### Steps to where others end", steps] if steps else []
+    drawn = {model: model_figures(group, model, styles) for model in group.models}
+    for kind, heading in PICTURES.items():
+        pictures = [
+            _picture(figures, figure, f"{heading}: {model}", kind, group.title, model)
+            for model in group.models
+            if (figure := drawn[model][kind]) is not None
+        ]
+        parts += [f"### {heading}", *pictures] if pictures else []
+    return "\n\n".join(filter(None, parts))
+
+
+def _head_rates(groups: list[Group], curves: list[Group], figures: dict[str, Figure | None]) -> str:
+    table = head_rates.recommended_table(groups)
+    parts = [RECOMMENDED.format(table=table).strip()] if table else []
+    rule = head_rates.rule_table(curves)
+    parts += [RULE.format(table=rule).strip()] if rule else []
+    for group in curves:
+        for model, dataset in group.cells:
+            figure = head_rates.head_rate_curves(group, model, dataset)
+            if figure is not None:
+                text = f"Accuracy over the learning rate of the head: {model} on {dataset}"
+                parts.append(_picture(figures, figure, text, "head_rates", group.title, model, dataset))
+    return "\n\n".join(["## The learning rate of the head", *parts]) if parts else ""
+
+
+def _picture(figures: dict[str, Figure | None], figure: Figure, text: str, *labels: str) -> str:
+    """Keep a figure under a name made of labels, and write the link to it."""
+    name = "_".join(re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.") for label in labels if label)
+    # Labels may differ in other characters alone.
+    while name in figures:
+        name += "-"
+    figures[name] = figure
+    return f"![{text}]({name}.png)"
+
+
+def _list(items: Iterable[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)

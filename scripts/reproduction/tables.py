@@ -1,0 +1,167 @@
+"""The paper's tables, and what stands below them, as Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from .runs import PAPER, Group, Run, name_of
+from .statistics import (
+    LEAST_SEEDS,
+    Comparison,
+    Values,
+    holm,
+    paired,
+    quartiles,
+    steps_to_reach,
+    summary,
+    within_one_error,
+)
+
+MISSING = "–"
+# The paper's tables of converged accuracies, by data set, and their columns, by method.
+CONVERGED = {"CIFAR10": "cifar10_acc", "CIFAR100": "cifar100_acc", "Caltech101": "caltech101_acc"}
+COLUMNS = {"base": "Base", "base_wu": "Base+WU", "mei": "MEI", "entame": "MEI+FN"}
+REFERENCES = ("base", "keep")
+SIGNIFICANT = 0.05
+
+
+def final(run: Run) -> float:
+    return 100 * run.final
+
+
+def early(run: Run) -> float | None:
+    return None if run.early is None else 100 * run.early
+
+
+def noise_share(run: Run) -> float | None:
+    return None if run.noise_share is None else 100 * run.noise_share
+
+
+def noise_table(group: Group) -> str:
+    """The noise share of Base's first error."""
+
+    def cell(model: str, dataset: str) -> str:
+        return spread(group.values(model, dataset, "base", noise_share)) + _paper("init_noise_regular", model, dataset)
+
+    return _by_model_and_dataset(group, cell)
+
+
+def gain_table(group: Group) -> str:
+    """What ENTAME gains over Base in the mean accuracy of the first steps, seed by seed."""
+
+    def cell(model: str, dataset: str) -> str:
+        gain = compare(group, model, dataset, "entame", "base", early)
+        ours = MISSING if gain is None else f"{difference(gain)}{p_value(gain.p)} ({gain.n})"
+        return ours + _paper("speedup", model, dataset)
+
+    return _by_model_and_dataset(group, cell)
+
+
+def converged_table(group: Group, dataset: str) -> str:
+    """The accuracy at the end of the runs on one data set, the best in bold."""
+    rows = []
+    for model in group.models:
+        values = {method: group.values(model, dataset, method, final) for method in group.methods}
+        compared = [found for found in values.values() if found]
+        best = max(compared, key=mean, default={})
+        cells = []
+        for method, found in values.items():
+            bold = "**" if len(compared) > 1 and found and (found is best or within_one_error(best, found)) else ""
+            cells.append(spread(found, bold) + _paper(CONVERGED.get(dataset, ""), model, COLUMNS.get(method, "")))
+        rows.append([model, *cells])
+    return markdown([dataset, *map(name_of, group.methods)], rows)
+
+
+def verdicts(group: Group, dataset: str) -> list[str]:
+    """Say where ENTAME ends above or below another method, by paired t-tests with Holm's correction."""
+    found = []
+    for method in (method for method in group.methods if method != "entame"):
+        for model in group.models:
+            comparison = compare(group, model, dataset, "entame", method, final)
+            if comparison is not None and comparison.n >= LEAST_SEEDS:
+                found.append((method, model, comparison))
+    adjusted = holm([comparison.p for _, _, comparison in found])
+    said: dict[str, dict[str, list[str]]] = {"Above": {}, "Below": {}, "Not told apart from": {}}
+    for (method, model, comparison), p in zip(found, adjusted, strict=True):
+        side = "Not told apart from" if p >= SIGNIFICANT else "Below" if comparison.difference > 0 else "Above"
+        said[side].setdefault(name_of(method), []).append(f"{model} {difference(comparison)}")
+    lines = []
+    for side, methods in said.items() if found else ():
+        text = "; ".join(f"**{name}** ({', '.join(cells)})" for name, cells in methods.items())
+        lines.append(f"{side} ENTAME: {text or 'none'}.")
+    return lines
+
+
+def steps_table(group: Group) -> str:
+    """The steps that ENTAME takes to the accuracy at which others end, over the steps that those took."""
+    references = [method for method in REFERENCES if method in group.methods]
+    rows = []
+    for model, dataset in group.cells:
+        cells = [_ratio(step_ratios(group, model, dataset, method)) for method in references]
+        if any(cell != MISSING for cell in cells):
+            rows.append([model, dataset, *cells])
+    header = ["", "", *(f"to where {name_of(method)} ends" for method in references)]
+    return markdown(header, rows) if rows else ""
+
+
+def step_ratios(group: Group, model: str, dataset: str, reference: str) -> Values:
+    """Get, by seed, the steps to the final accuracy of a method over the steps that it took; infinite where never."""
+    others = {run.seed: run for run in group.select(model, dataset, reference)}
+    return {
+        run.seed: steps_to_reach(run.accuracies, others[run.seed].final) / max(others[run.seed].accuracies)
+        for run in group.select(model, dataset, "entame")
+        if run.seed in others
+    }
+
+
+def compare(
+    group: Group, model: str, dataset: str, first: str, second: str, of: Callable[[Run], float | None]
+) -> Comparison | None:
+    return paired(group.values(model, dataset, first, of), group.values(model, dataset, second, of))
+
+
+def difference(comparison: Comparison) -> str:
+    """Write a difference in percentage points with its 95 % confidence interval."""
+    margin = "" if math.isnan(comparison.margin) else f" ± {comparison.margin:.1f}"
+    return f"{comparison.difference:+.1f}{margin}".replace("-", "−")
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+
+
+def _by_model_and_dataset(group: Group, cell: Callable[[str, str], str]) -> str:
+    rows = [[model, *(cell(model, dataset) for dataset in group.datasets)] for model in group.models]
+    return markdown(["", *group.datasets], rows)
+
+
+def mean(values: Values) -> float:
+    return sum(values.values()) / len(values)
+
+
+def spread(values: Values, bold: str = "") -> str:
+    found = summary(values.values())
+    if found is None:
+        return MISSING
+    std = "" if found.n == 1 else f" ± {found.std:.1f}"
+    return f"{bold}{found.mean:.1f}{std}{bold} ({found.n})"
+
+
+def _paper(table: str, row: str, column: str) -> str:
+    known = PAPER.get(table, {}).get(row, {}).get(column)
+    return "" if known is None else f"<br><sub>paper {known[0]:.2f} ± {known[1]:.2f}</sub>"
+
+
+def p_value(p: float) -> str:
+    return "" if math.isnan(p) else f", p = {p:.2g}" if p >= 0.001 else f", p = {p:.0e}".replace("e-0", "e-")
+
+
+def _ratio(ratios: Values) -> str:
+    if not ratios:
+        return MISSING
+    never = sum(math.isinf(ratio) for ratio in ratios.values())
+    low, middle, high = (f"{ratio:.2f}" if math.isfinite(ratio) else "∞" for ratio in quartiles([*ratios.values()]))
+    missed = f", never in {never}" if never else ""
+    return f"{middle} ({low}–{high}; {len(ratios)}{missed})"
