@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -183,10 +184,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
                     "freeze_backbone=True and a positive learning_rate."
                 )
             return
-        try:
+        with suppress(TypeError, ValueError):
             self.head_lr = float(self.head_lr)
-        except (TypeError, ValueError):
-            pass
         if not (isinstance(self.head_lr, float) and 0 < self.head_lr < math.inf):
             raise ValueError(
                 f'head_lr={self.head_lr!r} must be "auto", which measures it in the first step, or a positive number, '
