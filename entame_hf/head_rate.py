@@ -51,7 +51,7 @@ def sgd_reach(features: Tensor, num_classes: int, momentum: float = 0.0, dim: in
 
     The gradient at a class's weights is E[e·x], e = ŷ − y being its error, and a step moves the logit of an example
     by the product of that with its own x: on average by no more than E|e| · E‖x‖₂². While nothing is known, E|e| is
-    2(C − 1)/C², and it falls from there. Momentum makes 1/(1 − momentum) steps of each.
+    2(C − 1)/C², and it falls from there. Momentum takes each step 1/(1 − momentum) times; clipping shortens steps.
 
     Args:
         features (`torch.Tensor` of shape `(N, *, K)`): what the classifier multiplies; `dim` says where K is.
@@ -67,7 +67,7 @@ def sgd_reach(features: Tensor, num_classes: int, momentum: float = 0.0, dim: in
 
 
 def head_learning_rate(features: Tensor, dim: int = -1) -> float:
-    """Compute the learning rate of a head for Adam: δ / E‖x‖₁, with which no step moves its logits by more than δ.
+    """Compute the learning rate of a head for Adam: δ / E‖x‖₁, with which a step moves its logits by about δ at most.
 
     For a training loop of your own; [`EntameTrainer`] measures by itself, with `head_lr="auto"`.
 

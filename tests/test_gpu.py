@@ -216,3 +216,33 @@ def test_what_a_gpu_cannot_decode_is_decoded_all_the_same(tmp_path, monkeypatch)
     on_cpu = images(tmp_path / "photos", "none", cache_gb=0).read(rows).records
     assert torch.equal(on_gpu[:, -4:], on_cpu[:, -4:])
     assert (on_gpu.int() - on_cpu.int()).abs().float().mean() < 6
+
+
+@pytest.mark.parametrize("precision", [{"fp16": True}, {"bf16": True}, {}], ids=["fp16", "bf16", "fp32"])
+def test_a_measured_head_rate(tmp_path, precision):
+    """A step that the scaler of fp16 skips has been measured all the same, and the schedule goes on from there."""
+
+    def run(**changes):
+        args = EntameTrainingArguments(
+            str(tmp_path),
+            recipe="recommended",
+            max_steps=6,
+            per_device_train_batch_size=64,
+            lr_scheduler_type="cosine",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **changes,
+        )
+        torch.manual_seed(0)
+        model = timm.create_model("test_resnet", num_classes=10)
+        trainer = EntameTrainer(model, args, train_dataset=RandomImages(64))
+        trainer.train()
+        return trainer, [entry["head_lr"] for entry in trainer.state.log_history if "head_lr" in entry]
+
+    _, full = run()
+    trainer, measured_rates = run(**precision)
+    assert measured_rates == pytest.approx(full, rel=1e-2)
+    base, head = trainer.optimizer.param_groups[0], trainer.optimizer.param_groups[-1]
+    assert head["initial_lr"] == measured_rates[0]
+    assert head["lr"] * base["initial_lr"] == pytest.approx(base["lr"] * head["initial_lr"])
