@@ -104,14 +104,10 @@ class HeadRates(TrainerCallback):
 
     Args:
         trainer ([`EntameTrainer`]): the trainer whose heads these are; callbacks are not told.
-
-    Attributes:
-        peaks (`dict[str, float]`): peak learning rates by the heads' paths, as far as they are known.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.peaks: dict[str, float] = {}
         self._momentum: float | None = None
         # Of each head: how far steps reach, summed over examples, and how many examples; None where it is known.
         self._sums: Tensor | None = None
@@ -128,7 +124,7 @@ class HeadRates(TrainerCallback):
         """
         own, base_rate = self.trainer.head_args, self.trainer.args.learning_rate
         peak = own.peak_head_lr(base_rate)
-        self.peaks, self._sums = {}, None
+        self._sums = None
         if peak is None:
             return
         heads = self.trainer.heads()
@@ -139,15 +135,15 @@ class HeadRates(TrainerCallback):
             name = "head_lr_multiplier" if own.head_lr is None else "head_lr"
             why = "has none that holds the heads" if ours else "was built by you"
             logger.warning(f"{name} is ignored: the optimizer {why}. Give it a group of the heads.")
-        elif peak == AUTO:
-            self.peaks = _logged(self.trainer.state.log_history, heads)
-            if not self.peaks:
-                self._momentum = _momentum(optimizer)
-                self._sums = torch.zeros(2, len(heads), device=self.trainer.args.device)
-        else:
-            self.peaks = {group[MARK]: peak for group in groups}
+            return
+        known = dict.fromkeys((group[MARK] for group in groups), peak)
+        if peak == AUTO:
+            known = _logged(self.trainer.state.log_history, heads)
+        if not known:
+            self._momentum = _momentum(optimizer)
+            self._sums = torch.zeros(2, len(heads), device=self.trainer.args.device)
         for group in groups:
-            group["lr"] = group["initial_lr"] = self.peaks.get(group[MARK], base_rate)
+            group["lr"] = group["initial_lr"] = known.get(group[MARK], base_rate)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -194,13 +190,20 @@ class HeadRates(TrainerCallback):
                     f"What {path} reads in the first step has the norm {value}, from which no learning rate follows. "
                     "Look at the images and the model's weights; or give the rate, such as head_lr=1e-3."
                 )
-        self.peaks = {path: LOGIT_STEP / value for path, value in reach.items()}
-        _set_peaks(self.trainer.optimizer, self.trainer.lr_scheduler, self.peaks)
-        self.trainer.log({keys[path]: peak for path, peak in self.peaks.items()})
+        peaks = {path: LOGIT_STEP / value for path, value in reach.items()}
+        _set_peaks(self.trainer.optimizer, self.trainer.lr_scheduler, peaks)
+        self.trainer.log({keys[path]: peak for path, peak in peaks.items()})
 
     def record(self) -> dict[str, Any] | None:
-        """Describe the rates for the saved config and the model card; None where the heads have none of their own."""
-        return {"asked": self.trainer.head_args.head_lr, "peak": self.peaks} if self.peaks else None
+        """Describe, for the saved config and the model card, what was asked for and which peak rates the heads have.
+
+        Returns:
+            `dict` or `None`: the heads have none of their own, or none yet.
+        """
+        groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
+        # The optimizer's: a checkpoint that was resumed brought them along.
+        peaks = {group[MARK]: group["initial_lr"] for group in groups if MARK in group}
+        return {"asked": self.trainer.head_args.head_lr, "peak": peaks} if peaks and self._sums is None else None
 
 
 def _over_positions(values: Tensor) -> Tensor:

@@ -112,8 +112,7 @@ OPTIMIZERS = {
 
 
 class TestHowFarAStepMovesALogit:
-    @pytest.mark.parametrize("width", [32, 512])
-    @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+    @pytest.mark.parametrize(("scale", "width"), [(0.1, 512), (1.0, 32), (10.0, 2048)])
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_by_delta_where_features_tell_classes_apart(self, tmp_path, optimizer, scale, width):
         changes, share = OPTIMIZERS[optimizer]
@@ -126,8 +125,9 @@ class TestHowFarAStepMovesALogit:
         moved, _ = first_step(tmp_path, two_clusters(512, 30.0), 2, method="entame", **changes)
         assert moved.mean().item() == pytest.approx(LOGIT_STEP * share, rel=0.1)
 
-    @pytest.mark.parametrize("classes", [2, 10, 100])
-    @pytest.mark.parametrize("kind", ["gaussian", "positive", "sparse", "off-centre"])
+    @pytest.mark.parametrize(
+        ("kind", "classes"), [("gaussian", 2), ("positive", 10), ("sparse", 100), ("off-centre", 10)]
+    )
     @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
     def test_by_no_more_than_delta_whatever_the_features(self, tmp_path, optimizer, kind, classes):
         torch.manual_seed(1)
@@ -349,7 +349,7 @@ class TestAgain:
         resumed = train(copy.deepcopy(tiny_vit), args, resume=True, **evaluation)
         assert len(logged(whole)) == 1
         assert logged(resumed) == logged(whole)
-        assert resumed.head_rates.peaks == whole.head_rates.peaks
+        assert resumed.head_rates.record() == whole.head_rates.record()
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
         for after, before in zip(resumed.optimizer.param_groups, whole.optimizer.param_groups, strict=True):
             assert (after["lr"], after.get("initial_lr")) == (before["lr"], before.get("initial_lr"))
@@ -480,7 +480,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="freeze_backbone=True"):
             arguments(tmp_path, learning_rate=0.0)
 
-    @pytest.mark.parametrize("optimizer", ["rmsprop", "adagrad", "adafactor"])
+    @pytest.mark.parametrize("optimizer", ["rmsprop", "adafactor"])
     def test_an_optimizer_whose_steps_are_not_known(self, tmp_path, tiny_vit, optimizer):
         with pytest.raises(InputError, match=r'not those of \w+\. Give the rate, .* optim="adamw_torch"'):
             train(copy.deepcopy(tiny_vit), arguments(tmp_path, optim=optimizer))
