@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from .errors import InputError
-from .heads import Head, num_classes
+from .heads import Head
 from .layers import ZNormLeaf
 from .training_args import AUTO
 from .znorm import widen
@@ -31,39 +31,19 @@ KEY = "head_lr"
 MARK = "head"
 
 
-def adam_reach(features: Tensor, dim: int = -1) -> Tensor:
-    """Compute how far a step of Adam at the learning rate 1 moves a logit of each example, at most.
-
-    Adam moves a weight by about its rate, whatever the gradient's size, and a logit Wx by at most ‖x‖₁ as much.
+def feature_norms(features: Tensor, order: int = 1, dim: int = -1) -> Tensor:
+    """Compute ‖x‖₁ or ‖x‖₂ of each example, averaged over its positions.
 
     Args:
-        features (`torch.Tensor` of shape `(N, *, K)`): what the classifier multiplies; `dim` says where K is.
-        dim (`int`, *optional*, defaults to -1): the feature dimension. The mean is taken over positions.
+        features (`torch.Tensor` of shape `(N, *, K)`): what a classifier multiplies; `dim` says where K is.
+        order (`int`, *optional*, defaults to 1): 1 or 2.
+        dim (`int`, *optional*, defaults to -1): the feature dimension.
 
     Returns:
-        `torch.Tensor` of shape `(N,)`: ‖x‖₁ in float32, or float64 where `features` are.
+        `torch.Tensor` of shape `(N,)`: in float32, or float64 where `features` are.
     """
-    return _over_positions(widen(features).abs().sum(dim))
-
-
-def sgd_reach(features: Tensor, num_classes: int, momentum: float = 0.0, dim: int = -1) -> Tensor:
-    """Compute how far a step of SGD at the learning rate 1 moves a logit, at most and averaged over examples.
-
-    The gradient at a class's weights is E[e·x], e = ŷ − y being its error, and a step moves the logit of an example
-    by the product of that with its own x: on average by no more than E|e| · E‖x‖₂². While nothing is known, E|e| is
-    2(C − 1)/C², and it falls from there. Momentum takes each step 1/(1 − momentum) times; clipping shortens steps.
-
-    Args:
-        features (`torch.Tensor` of shape `(N, *, K)`): what the classifier multiplies; `dim` says where K is.
-        num_classes (`int`): C.
-        momentum (`float`, *optional*, defaults to 0): in [0, 1).
-        dim (`int`, *optional*, defaults to -1): the feature dimension. The mean is taken over positions.
-
-    Returns:
-        `torch.Tensor` of shape `(N,)`: 2(C − 1)/C² · ‖x‖₂² / (1 − momentum), whose mean it is.
-    """
-    error = 2 * (num_classes - 1) / num_classes**2
-    return _over_positions(widen(features).square().sum(dim)) * (error / (1 - momentum))
+    norms = torch.linalg.vector_norm(widen(features), order, dim)
+    return norms.flatten(1).mean(1) if norms.ndim > 1 else norms
 
 
 def head_learning_rate(features: Tensor, dim: int = -1) -> float:
@@ -89,18 +69,26 @@ def head_learning_rate(features: Tensor, dim: int = -1) -> float:
     0.0005
     ```
     """
-    return LOGIT_STEP / float(adam_reach(features, dim).mean())
+    return LOGIT_STEP / float(feature_norms(features, 1, dim).mean())
 
 
 class HeadRates(TrainerCallback):
     """Give the heads of a training a parameter group each, and measure its learning rate where none was given.
 
-    `head_lr="auto"` is measured in the first optimizer step, over all its micro-batches and processes, and set before
-    that step is taken: δ / E[`reach`], with [`adam_reach`] for optimizers that divide by the gradient's size (Adam and
-    its kin) and [`sgd_reach`] for `torch.optim.SGD`. It is the peak of the schedule that all groups share. The log
-    keeps it, once, as `head_lr`, and a run that is resumed takes it from there. Models with several heads have several
-    rates (`head_lr/...`), because what their heads read differs in width and size; a head that the first step does not
-    use stays at the base rate. The step that is measured runs uncompiled.
+    With `head_lr="auto"`, the rate is δ over the most that a step at the rate 1 moves a logit of an example x by, on
+    average. A step that changes a class's weights by D changes its logit by Dx, which is no more than ‖D‖∞ · ‖x‖₁ and
+    no more than ‖D‖₂ · ‖x‖₂:
+
+    | optimizer | D | rate |
+    |---|---|---|
+    | Adam and its kin | about ±1 each, whatever the gradient's size | δ / E‖x‖₁ |
+    | `torch.optim.SGD` | the gradient G, 1/(1 − momentum) times | δ (1 − momentum) / (E‖x‖₂ · mean ‖G‖₂) |
+
+    Measured is the first optimizer step, over all its micro-batches and processes, before it is taken; G before it is
+    clipped, averaged over the classes. A step that fp16's scaler skips leaves it to the next. The rate is the peak of
+    the schedule that all groups share. The log keeps it, once, as `head_lr`, and a run that is resumed takes it from
+    there. Models with several heads have several rates (`head_lr/...`), because what their heads read differs in width
+    and size; a head that the first step does not use stays at the base rate. A step that is measured runs uncompiled.
 
     Args:
         trainer ([`EntameTrainer`]): the trainer whose heads these are; callbacks are not told.
@@ -108,8 +96,9 @@ class HeadRates(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
+        # That of SGD; None for Adam and its kin.
         self._momentum: float | None = None
-        # Of each head: how far steps reach, summed over examples, and how many examples; None where it is known.
+        # Of each head: how far a step reaches, summed over examples, and their number; None where rates are known.
         self._sums: Tensor | None = None
 
     def assign(self, optimizer: Optimizer | AcceleratedOptimizer, ours: bool) -> None:
@@ -164,11 +153,26 @@ class HeadRates(TrainerCallback):
     @torch.no_grad()
     def _read(self, index: int, leaf: Any, features: Tensor) -> None:
         assert self._sums is not None
-        dim = -1 if isinstance(leaf, nn.Linear) else -3
-        measure = partial(sgd_reach, num_classes=num_classes(leaf), momentum=self._momentum or 0.0)
-        reach = (adam_reach if self._momentum is None else measure)(features, dim=dim)
-        self._sums[0, index] += reach.sum()
-        self._sums[1, index] += len(reach)
+        norms = feature_norms(features, 1 if self._momentum is None else 2, -1 if isinstance(leaf, nn.Linear) else -3)
+        self._sums[0, index] += norms.sum()
+        self._sums[1, index] += len(norms)
+
+    @torch.no_grad()
+    def observe_gradients(self) -> None:
+        """Measure the gradients that SGD's step is made of, before they are clipped."""
+        if self._sums is None or self._momentum is None:
+            return
+        scaler = self.trainer.accelerator.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        for index, head in enumerate(self.trainer.heads()):
+            gradient = head.module.weight.grad
+            if isinstance(gradient, DTensor):
+                gradient = gradient.full_tensor()
+            if gradient is None:
+                self._sums[:, index] = 0
+            else:
+                norm = torch.linalg.vector_norm(gradient.float().flatten(1), dim=1).mean()
+                self._sums[0, index] *= norm / (scale * (1 - self._momentum))
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -176,6 +180,9 @@ class HeadRates(TrainerCallback):
         if self._sums is None:
             return
         totals, counts = self.trainer.accelerator.gather(self._sums[None]).sum(0).tolist()
+        if self.trainer.accelerator.scaler is not None and not all(map(math.isfinite, totals)):
+            self._sums.zero_()
+            return
         self._sums = None
         keys = _log_keys(self.trainer.heads())
         reach = {path: totals[i] / counts[i] for i, path in enumerate(keys) if counts[i]}
@@ -187,7 +194,7 @@ class HeadRates(TrainerCallback):
         for path, value in reach.items():
             if not 0 < value < math.inf:
                 raise InputError(
-                    f"What {path} reads in the first step has the norm {value}, from which no learning rate follows. "
+                    f"What {path} reads in the first step is zero or not finite ({value}): no learning rate follows. "
                     "Look at the images and the model's weights; or give the rate, such as head_lr=1e-3."
                 )
         peaks = {path: LOGIT_STEP / value for path, value in reach.items()}

@@ -209,6 +209,7 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         if not self.accelerator.sync_gradients:
             return loss
         self.energies.observe_gradients()
+        self.head_rates.observe_gradients()
         if self.state.global_step < self.head_args.warmup_steps_of_head():
             heads = {id(parameter) for parameter in self._head_parameters()}
             for parameter in self.model.parameters():

@@ -218,14 +218,16 @@ def test_what_a_gpu_cannot_decode_is_decoded_all_the_same(tmp_path, monkeypatch)
     assert (on_gpu.int() - on_cpu.int()).abs().float().mean() < 6
 
 
-@pytest.mark.parametrize("precision", [{"fp16": True}, {"bf16": True}, {}], ids=["fp16", "bf16", "fp32"])
-def test_a_measured_head_rate(tmp_path, precision):
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_measured_head_rate(tmp_path, precision, optimizer):
     """A step that the scaler of fp16 skips has been measured all the same, and the schedule goes on from there."""
 
     def run(**changes):
         args = EntameTrainingArguments(
             str(tmp_path),
             recipe="recommended",
+            optim=optimizer,
             max_steps=6,
             per_device_train_batch_size=64,
             lr_scheduler_type="cosine",
@@ -241,8 +243,8 @@ def test_a_measured_head_rate(tmp_path, precision):
         return trainer, [entry["head_lr"] for entry in trainer.state.log_history if "head_lr" in entry]
 
     _, full = run()
-    trainer, measured_rates = run(**precision)
-    assert measured_rates == pytest.approx(full, rel=1e-2)
+    trainer, measured_rates = run(**{precision: True})
+    assert measured_rates == pytest.approx(full, rel=5e-2)
     base, head = trainer.optimizer.param_groups[0], trainer.optimizer.param_groups[-1]
     assert head["initial_lr"] == measured_rates[0]
     assert head["lr"] * base["initial_lr"] == pytest.approx(base["lr"] * head["initial_lr"])

@@ -75,9 +75,10 @@ def test_deepspeed(tmp_path, stage):
     assert losses == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd"])
 @pytest.mark.parametrize("configuration", ["ddp", "fsdp2"])
-def test_the_head_rate_is_that_of_one_gpu_and_survives_resuming(tmp_path, configuration):
-    options = {"head_lr": "auto", "max_steps": 4, "save_steps": 2, "lr_scheduler_type": "cosine"}
+def test_the_head_rate_is_that_of_one_gpu_and_survives_resuming(tmp_path, configuration, optimizer):
+    options = {"head_lr": "auto", "optim": optimizer, "max_steps": 4, "save_steps": 2, "lr_scheduler_type": "cosine"}
     expected = log_of(tmp_path / "one", "single_gpu", 1, **options)
     log = log_of(tmp_path / "several", configuration, 2, **options)
     checkpoint = str(tmp_path / "several" / "checkpoint-2")
