@@ -213,10 +213,6 @@ class HeadRates(TrainerCallback):
         return {"asked": self.trainer.head_args.head_lr, "peak": peaks} if peaks and self._sums is None else None
 
 
-def _over_positions(values: Tensor) -> Tensor:
-    return values.flatten(1).mean(1) if values.ndim > 1 else values
-
-
 def _split_groups(optimizer: Any, heads: list[Head]) -> None:
     for head in heads:
         parameters = {id(parameter) for parameter in head.module.parameters()}
