@@ -5,6 +5,7 @@ from .energy import ErrorEnergy, error_energy
 from .energy.inspection import HeadReport, inspect_head
 from .errors import InputError, RunError
 from .fold import fold_entame
+from .head_rate import head_learning_rate
 from .heads import Head, find_heads
 from .layers import ZNormConv2d, ZNormLinear
 from .patch import apply_entame
@@ -29,6 +30,7 @@ __all__ = [
     "error_energy",
     "find_heads",
     "fold_entame",
+    "head_learning_rate",
     "inspect_head",
     "z_norm",
 ]

@@ -105,13 +105,16 @@ def load_head_state(model: nn.Module, folder: str | Path) -> None:
     mark_trained(model)
 
 
-def adaptation_record(model: nn.Module, method: str | None, learning_rate: float) -> dict[str, Any] | None:
+def adaptation_record(
+    model: nn.Module, method: str | None, learning_rate: float, head_lr: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
     """Describe, for the saved config and the model card, how a model was adapted; plain types that JSON can hold.
 
     Args:
         model (`torch.nn.Module`): the model in training.
         method (`str`, *optional*): defaults to what the model's configuration amounts to.
         learning_rate (`float`): γ, the peak learning rate.
+        head_lr (`dict`, *optional*): what was asked for and the heads' own peak rates, see [`HeadRates.record`].
 
     Returns:
         `dict` or `None`: nothing was applied to this model.
@@ -125,6 +128,7 @@ def adaptation_record(model: nn.Module, method: str | None, learning_rate: float
         **config.to_dict(),
         "phi_w": config.weight_variance(classes, learning_rate),
         "learning_rate": learning_rate,
+        "head_lr": head_lr,
         "num_labels": classes,
         "versions": {package: _version(package) for package in ("entame-hf", "timm", "torch", "transformers")},
     }

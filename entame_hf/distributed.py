@@ -60,13 +60,16 @@ def whole(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def check_sharding(accelerator: Accelerator, config: EntameConfig, warmup_steps: int) -> None:
+def check_sharding(
+    accelerator: Accelerator, config: EntameConfig, warmup_steps: int, measures_head_lr: bool = False
+) -> None:
     """Refuse what cannot be done to a model that is sharded over processes.
 
     Args:
         accelerator ([`~accelerate.Accelerator`]): it knows how the model will be sharded.
         config ([`EntameConfig`]): what is done to the heads.
         warmup_steps (`int`): steps that update the heads alone.
+        measures_head_lr (`bool`, *optional*, defaults to `False`): whether the first step sets the heads' rate.
 
     Raises:
         InputError: the setting would silently do nothing, or no checkpoint could be written.
@@ -93,4 +96,9 @@ def check_sharding(accelerator: Accelerator, config: EntameConfig, warmup_steps:
         raise InputError(
             "DeepSpeed keeps the gradients to itself, so the backbone cannot be left out of the first steps. Use "
             "FSDP (accelerate launch --fsdp_version 2) or head_warmup_steps=0."
+        )
+    if deepspeed is not None and measures_head_lr:
+        raise InputError(
+            "DeepSpeed takes its steps within the backward, before a rate that was measured could be set. Give the "
+            "rate, such as head_lr=1e-3, or use FSDP (accelerate launch --fsdp_version 2)."
         )

@@ -30,13 +30,14 @@ from .errors import InputError
 from .feeding import FeedingTrainer
 from .fold import folded, stock_state_dict
 from .freeze import frozen_backbone
+from .head_rate import HeadRates
 from .heads import TIMM_PREFIX, Head, find_heads, is_peft
 from .models import as_transformers
 from .patch import applied_config, forget_adaptation, mark_trained
 from .push import HubTrainer
 from .reporting import ReportingTrainer
 from .start import start_heads
-from .training_args import HeadArguments
+from .training_args import AUTO, HeadArguments
 
 logger = logging.get_logger(__name__)
 
@@ -96,8 +97,10 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         # divided: gradients would grow with gradient accumulation (transformers#47688).
         self.model_accepts_loss_kwargs = False
         self.energies = EnergyRecorder(self)
+        self.head_rates = HeadRates(self)
         self.add_callback(TrainedMark())
         self.add_callback(self.energies)
+        self.add_callback(self.head_rates)
         self._micro_batches: list[int] = []
         self._mean_batch: Any = 0
 
@@ -127,7 +130,8 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        check_sharding(self.accelerator, self.entame_config(), self.head_args.warmup_steps_of_head())
+        own = self.head_args
+        check_sharding(self.accelerator, self.entame_config(), own.warmup_steps_of_head(), own.head_lr == AUTO)
         if resume_from_checkpoint is not None:
             self._prepare_resuming(resume_from_checkpoint)
         else:
@@ -142,7 +146,7 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.args.device.type == "cpu" and not sharded:
             self.model.to(memory_format=torch.channels_last)
-        still = frozen_backbone(self.model, self._heads()) if self.head_args.freeze_backbone else nullcontext()
+        still = frozen_backbone(self.model, self.heads()) if self.head_args.freeze_backbone else nullcontext()
         try:
             with still:
                 return super()._inner_training_loop(
@@ -158,25 +162,15 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         ours = self.optimizer is None
         optimizer = super().create_optimizer(model)
-        multiplier = self.head_args.head_lr_multiplier
-        if multiplier != 1 and not ours:
-            logger.warning(
-                "head_lr_multiplier is ignored: the optimizer was built by you. Give it a group of the heads."
-            )
-        elif multiplier != 1:
-            heads = {id(parameter) for parameter in self._head_parameters()}
-            for group in list(optimizer.param_groups):
-                own = [p for p in group["params"] if id(p) in heads]
-                if own:
-                    group["params"] = [p for p in group["params"] if id(p) not in heads]
-                    optimizer.add_param_group({**group, "params": own, "lr": group["lr"] * multiplier})
+        self.head_rates.assign(optimizer, ours)
         return optimizer
 
-    def _heads(self) -> list[Head]:
+    def heads(self) -> list[Head]:
+        """Find the heads of the model in training."""
         return find_heads(self.model, self.entame_config().head)
 
     def _head_parameters(self) -> list[nn.Parameter]:
-        return [parameter for head in self._heads() for parameter in head.module.parameters()]
+        return [parameter for head in self.heads() for parameter in head.module.parameters()]
 
     # An epoch's last window may hold a smaller micro-batch, or a smaller part of one on some processes: its mean loss
     # counts for its examples, not for a batch.
@@ -199,7 +193,7 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         **kwargs: Any,
     ) -> Any:
         labels, examples = inputs.get("labels"), find_batch_size(inputs)
-        with self.energies.watching():
+        with self.energies.watching(), self.head_rates.watching():
             loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
         if model.training and self._micro_batches:
             self.base_noise.observe(labels)
@@ -215,6 +209,7 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         if not self.accelerator.sync_gradients:
             return loss
         self.energies.observe_gradients()
+        self.head_rates.observe_gradients()
         if self.state.global_step < self.head_args.warmup_steps_of_head():
             heads = {id(parameter) for parameter in self._head_parameters()}
             for parameter in self.model.parameters():
@@ -225,7 +220,8 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
     # The stock model is what is written, and it says what was done to it; going on needs what folding loses.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         applied = applied_config(self.model)
-        record = adaptation_record(self.model, self.head_args.entame_method, self.args.learning_rate)
+        method, rate, rates = self.head_args.entame_method, self.args.learning_rate, self.head_rates.record()
+        record = adaptation_record(self.model, method, rate, rates)
         with shareable_config(self.model, record):
             super()._save(output_dir, stock_state_dict(self.model, state_dict))
         if applied and self.args.should_save:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import Any, get_args
 
 from transformers import TrainingArguments
 
 from .config import EntameConfig, Method
+
+AUTO = "auto"
+# What a recipe fills in where the arguments leave it open.
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {},
+    "recommended": {"entame_method": "mei", "head_lr": AUTO},
+}
 
 
 @dataclass
 class HeadArguments:
     """Hold what [`EntameTrainer`] needs beyond `TrainingArguments`; with these defaults where it gets the latter."""
 
+    recipe: str = field(
+        default="paper",
+        metadata={
+            "help": f"{' or '.join(RECIPES)}. Options that are given go before it.",
+        },
+    )
     entame_method: str | None = field(
         default=None,
         metadata={
@@ -35,6 +50,14 @@ class HeadArguments:
     head_lr_multiplier: float = field(
         default=1.0, metadata={"help": "The heads' learning rate over the backbone's; 1 is the paper."}
     )
+    # In this order, HfArgumentParser takes it for a string.
+    head_lr: float | str | None = field(
+        default=None,
+        metadata={
+            "help": "The heads' peak learning rate, instead of head_lr_multiplier: a number, or auto to measure it in "
+            "the first step."
+        },
+    )
     head_warmup_steps: int | None = field(
         default=None,
         metadata={"help": "Optimizer steps that update the heads only; by default 1 for base_wu and 0 otherwise."},
@@ -52,6 +75,13 @@ class HeadArguments:
         if self.head_warmup_steps is None:
             return 1 if self.entame_method == "base_wu" else 0
         return self.head_warmup_steps
+
+    def peak_head_lr(self, learning_rate: float) -> float | str | None:
+        """Resolve the heads' peak learning rate: a number, `"auto"`, or None for that of all parameters."""
+        if self.head_lr is None:
+            return None if self.head_lr_multiplier == 1 else learning_rate * self.head_lr_multiplier
+        # A search for hyper-parameters that starts from "auto" gives its numbers as strings.
+        return AUTO if self.head_lr == AUTO else float(self.head_lr)
 
     def entame_config(self) -> EntameConfig:
         """Build the head's configuration, which checks the values it is made of."""
@@ -72,6 +102,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     removed, because transforms need the image column.
 
     Args:
+        recipe (`str`, *optional*, defaults to `"paper"`):
+            `"recommended"` is a maximum-entropy head with a measured learning rate, `entame_method="mei"` and
+            `head_lr="auto"`, where neither is given. `"paper"` fills in nothing.
         entame_method (`str`, *optional*):
             `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`]. Defaults
             to what [`apply_entame`] was given, and to `"entame"` where it was not called.
@@ -83,6 +116,11 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             Whether features are normalised over the batch of all processes together.
         head_lr_multiplier (`float`, *optional*, defaults to 1.0):
             The heads' learning rate over the backbone's, in a parameter group of their own.
+        head_lr (`float` or `"auto"`, *optional*):
+            The heads' own peak learning rate, whatever `learning_rate` is; they share its schedule. `"auto"` measures
+            it in the first step: δ / E‖x‖₁ for Adam and its kin, with δ = 0.25 and x what the classifier multiplies,
+            so that a step moves its logits by at most about δ; see [`HeadRates`], for SGD too. Not together with
+            `head_lr_multiplier`.
         head_warmup_steps (`int`, *optional*):
             Optimizer steps that update the heads only. Defaults to 1 for `"base_wu"` and to 0 otherwise.
         freeze_backbone (`bool`, *optional*, defaults to `False`):
@@ -113,9 +151,43 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._follow_recipe()
         self.entame_config()
         if not self.head_lr_multiplier > 0:
             raise ValueError(f"head_lr_multiplier={self.head_lr_multiplier} must be positive; 1 is the paper.")
+        self._check_head_lr()
         for name in ("head_warmup_steps", "energy_logging_steps"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 or a number of steps.")
+
+    def _follow_recipe(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ValueError(f"Recipe {self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
+        for name, value in RECIPES[self.recipe].items():
+            given = getattr(self, name) is not None or (name == "head_lr" and self.head_lr_multiplier != 1)
+            if not given:
+                setattr(self, name, value)
+
+    def _check_head_lr(self) -> None:
+        if self.head_lr is None:
+            return
+        if self.head_lr_multiplier != 1:
+            raise ValueError(
+                f"head_lr={self.head_lr} and head_lr_multiplier={self.head_lr_multiplier} are both about the heads' "
+                "learning rate: give one of them. head_lr is the rate itself, head_lr_multiplier its ratio to "
+                "learning_rate."
+            )
+        if self.head_lr == AUTO:
+            if self.learning_rate == 0:
+                raise ValueError(
+                    'head_lr="auto" shares the schedule of learning_rate, which is 0. To train the heads alone, pass '
+                    "freeze_backbone=True and a positive learning_rate."
+                )
+            return
+        with suppress(TypeError, ValueError):
+            self.head_lr = float(self.head_lr)
+        if not (isinstance(self.head_lr, float) and 0 < self.head_lr < math.inf):
+            raise ValueError(
+                f'head_lr={self.head_lr!r} must be "auto", which measures it in the first step, or a positive number, '
+                "such as 1e-3."
+            )

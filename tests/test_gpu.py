@@ -242,3 +242,35 @@ def test_images_of_the_source_task_are_drawn_on_the_device_and_learnt(tmp_path):
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     # It begins at ln 100 = 4.6.
     assert losses[-1] < 4
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_measured_head_rate(tmp_path, precision, optimizer):
+    """A step that the scaler of fp16 skips has been measured all the same, and the schedule goes on from there."""
+
+    def run(**changes):
+        args = EntameTrainingArguments(
+            str(tmp_path),
+            recipe="recommended",
+            optim=optimizer,
+            max_steps=6,
+            per_device_train_batch_size=64,
+            lr_scheduler_type="cosine",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **changes,
+        )
+        torch.manual_seed(0)
+        model = timm.create_model("test_resnet", num_classes=10)
+        trainer = EntameTrainer(model, args, train_dataset=RandomImages(64))
+        trainer.train()
+        return trainer, [entry["head_lr"] for entry in trainer.state.log_history if "head_lr" in entry]
+
+    _, full = run()
+    trainer, measured_rates = run(**{precision: True})
+    assert measured_rates == pytest.approx(full, rel=5e-2)
+    base, head = trainer.optimizer.param_groups[0], trainer.optimizer.param_groups[-1]
+    assert head["initial_lr"] == measured_rates[0]
+    assert head["lr"] * base["initial_lr"] == pytest.approx(base["lr"] * head["initial_lr"])

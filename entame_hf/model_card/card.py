@@ -162,7 +162,7 @@ def _evaluation(trainer: Any, classes: int) -> Evaluation:
 
 def _about_training(trainer: Any) -> dict[str, Any]:
     args, own, history = trainer.args, trainer.head_args, trainer.state.log_history
-    adaptation = adaptation_record(trainer.model, own.entame_method, args.learning_rate)
+    adaptation = adaptation_record(trainer.model, own.entame_method, args.learning_rate, trainer.head_rates.record())
     if adaptation is None or trainer.state.global_step == 0:
         # Not trained here: what its own config says.
         return {"adaptation": getattr(getattr(trainer.model, "config", None), "entame", None)}
@@ -172,7 +172,8 @@ def _about_training(trainer: Any) -> dict[str, Any]:
         config, classes = trainer.entame_config(), adaptation["num_labels"]
         noise = noise_after_first_step(config, classes, args.learning_rate, examples)
     more = {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name)}
-    more["head_lr_multiplier"], more["head_warmup_steps"] = own.head_lr_multiplier, own.warmup_steps_of_head()
+    name = "head_lr_multiplier" if own.head_lr is None else "head_lr"
+    more[name], more["head_warmup_steps"] = getattr(own, name), own.warmup_steps_of_head()
     first = {key: dict(zip(*series(history, key), strict=True)).get(1) for key in (NOISE_SHARE, BASE_NOISE_SHARE)}
     return {
         "adaptation": adaptation,

@@ -240,6 +240,12 @@ def _training(facts: CardFacts) -> str:
 def _adaptation(facts: CardFacts, adaptation: dict[str, Any]) -> list[list[str]]:
     rate, variance = adaptation["learning_rate"], adaptation["phi_w"]
     rows = [["method", f"`{adaptation['method']}`"], ["learning rate γ", number(rate)]]
+    # Models that were saved before it was noted have none.
+    if adaptation.get("head_lr"):
+        asked, peaks = adaptation["head_lr"]["asked"], adaptation["head_lr"]["peak"]
+        names = [f"`{path}` " for path in peaks] if len(peaks) > 1 else [""]
+        rates = ", ".join(f"{name}{number(peak)}" for name, peak in zip(names, peaks.values(), strict=True))
+        rows.append(["learning rate of the head", rates + (", measured in the first step" if asked == "auto" else "")])
     if adaptation["init"] == "mei":
         rows.append(["variance of the head's first weights, φ_w", number(variance)])
         if rate > 0:

@@ -129,6 +129,19 @@ def test_a_process_that_has_seen_nothing_stops_no_other(tmp_path):
     assert first == second
 
 
+def test_the_head_rate_is_measured_over_all_processes(tmp_path):
+    """On features that are normalised over all of them, and on the gradients of the whole batch."""
+    options = {"head_lr": "auto", "optim": "sgd", "max_steps": 3}
+    (whole,) = train(tmp_path / "one", 1, **options)
+    ranks = train(tmp_path / "several", 2, **options)
+    (expected,), first, second = (
+        [entry["head_lr"] for entry in rank["log"] if "head_lr" in entry] for rank in (whole, *ranks)
+    )
+    assert first == second == [pytest.approx(expected, rel=1e-4)]
+    torch.testing.assert_close(ranks[0]["model"], ranks[1]["model"], rtol=0, atol=0)
+    torch.testing.assert_close(ranks[0]["model"], whole["model"], rtol=0, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_resuming_from_a_whole_checkpoint_and_pushing_once(tmp_path, monkeypatch):
     folder = tmp_path / "run"

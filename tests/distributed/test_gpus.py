@@ -23,6 +23,10 @@ pytestmark = [
 
 def train(folder: Path, configuration: str, processes: int, **options) -> list[float]:
     """Train for 50 steps and return the loss of each."""
+    return [entry["loss"] for entry in log_of(folder, configuration, processes, **options) if "loss" in entry]
+
+
+def log_of(folder: Path, configuration: str, processes: int, **options) -> list[dict]:
     folder.mkdir()
     options = {
         "per_device_train_batch_size": GLOBAL_BATCH // processes,
@@ -45,8 +49,7 @@ def train(folder: Path, configuration: str, processes: int, **options) -> list[f
     environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "NCCL_NVLS_ENABLE": "0"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
-    log = torch.load(folder / "rank0.pt", weights_only=False)["log"]
-    return [entry["loss"] for entry in log if "loss" in entry]
+    return torch.load(folder / "rank0.pt", weights_only=False)["log"]
 
 
 @pytest.mark.parametrize("batch_norm", [False, True], ids=["vit", "resnet-with-syncbatchnorm"])
@@ -70,3 +73,25 @@ def test_deepspeed(tmp_path, stage):
     expected = train(tmp_path / "one", "single_gpu", 1)
     losses = train(tmp_path / "zero", f"zero{stage}", 2)
     assert losses == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd"])
+@pytest.mark.parametrize("configuration", ["ddp", "fsdp2"])
+def test_the_head_rate_is_that_of_one_gpu_and_survives_resuming(tmp_path, configuration, optimizer):
+    options = {"head_lr": "auto", "optim": optimizer, "max_steps": 4, "save_steps": 2, "lr_scheduler_type": "cosine"}
+    expected = log_of(tmp_path / "one", "single_gpu", 1, **options)
+    log = log_of(tmp_path / "several", configuration, 2, **options)
+    checkpoint = str(tmp_path / "several" / "checkpoint-2")
+    resumed = log_of(tmp_path / "resumed", configuration, 2, resume=checkpoint, **options)
+    (rate,), *others = ([entry["head_lr"] for entry in run if "head_lr" in entry] for run in (expected, log, resumed))
+    assert others[0] == others[1] == [pytest.approx(rate, rel=1e-4)]
+    losses, again = ([entry["loss"] for entry in run if "loss" in entry] for run in (log, resumed))
+    assert again[-2:] == pytest.approx(losses[-2:], abs=1e-3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_takes_a_head_rate_that_is_given(tmp_path, stage):
+    pytest.importorskip("deepspeed")
+    options = {"head_lr": 1e-2, "max_steps": 10, "save_steps": 10}
+    expected = train(tmp_path / "one", "single_gpu", 1, **options)
+    assert train(tmp_path / "zero", f"zero{stage}", 2, **options) == pytest.approx(expected, abs=1e-3)
