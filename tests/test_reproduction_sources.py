@@ -79,7 +79,11 @@ def test_images_that_ship_in_packages(name, train, test, side):
         {image["bytes"] for image in part.with_format("arrow")[:]["image"].to_pylist()} for part in data.values()
     ]
     assert not pixels[0] & pixels[1]
-    assert load_data(name, seed=1)["test"]["label"] != data["test"]["label"]
+
+
+def test_a_seed_decides_what_is_set_aside():
+    first, second = (load_data("digits", seed)["test"]["label"] for seed in (0, 1))
+    assert first != second
 
 
 def test_digits_are_set_aside_by_class():
