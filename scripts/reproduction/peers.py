@@ -43,8 +43,8 @@ class RunArguments(EntameTrainingArguments):
                 f"probe_epochs={self.probe_epochs} must be at least 1 and leave an epoch of num_train_epochs="
                 f"{self.num_train_epochs:g} for the fine-tuning."
             )
-        if self.schedule == "fastai" and self.head_lr_multiplier != 1:
-            raise ValueError("schedule=fastai says how fast the head learns: leave head_lr_multiplier out.")
+        if self.schedule == "fastai" and (self.head_lr_multiplier != 1 or self.head_lr is not None):
+            raise ValueError("schedule=fastai says how fast the head learns: leave head_lr and its multiplier out.")
 
 
 class RunTrainer(EntameTrainer):
