@@ -123,7 +123,7 @@ def test_mistakes_are_said_with_what_is_allowed(read, changes, said):
 
 
 def test_a_suite_that_is_not_there():
-    with pytest.raises(InputError, match="Give one of head_rate, .*modern, offline, paper, recipe, smoke"):
+    with pytest.raises(InputError, match=r"Give one of head_rate, .*modern, offline, paper, recipe, smoke"):
         read_suite("papers")
     with pytest.raises(InputError, match="no such suite"):
         read_suite("nowhere/mine.yaml")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,37 @@ def train(folder: Path, processes: int, batch: int | None = None, **options) -> 
     else:
         result = launch(processes, str(WORKER), str(folder), json.dumps(options))
         assert result.returncode == 0, result.stderr[-3000:]
+    return states(folder, processes)
+
+
+def states(folder: Path, processes: int) -> list[dict]:
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(processes)]
+
+
+WARM = {"entame_method": "base_wu", "optim": "adamw_torch", "learning_rate": 1e-3}
+# What two processes train, in one go.
+IN_TWO = {
+    "accumulated": {"count": 41, "gradient_accumulation_steps": 2},
+    "warm": {**WARM, "max_steps": 1},
+    "later": {**WARM, "max_steps": 3},
+    "local": {"max_steps": 2, "znorm_sync": False},
+    "fn": {"max_steps": 3, "entame_method": "fn"},
+    "energies": {"max_steps": 2},
+    "blind": {"max_steps": 2, "blind_rank": 1, "entame_method": "base"},
+    "head_lr": {"max_steps": 3, "head_lr": "auto", "optim": "sgd"},
+}
+
+
+@pytest.fixture(scope="module")
+def in_two(tmp_path_factory) -> dict[str, list[dict]]:
+    folder = tmp_path_factory.mktemp("two")
+    batch = {"per_device_train_batch_size": GLOBAL_BATCH // 2}
+    runs = [(str(folder / name), json.dumps({**options, **batch})) for name, options in IN_TWO.items()]
+    for name in IN_TWO:
+        (folder / name).mkdir()
+    result = launch(2, str(WORKER), *chain(*runs))
+    assert result.returncode == 0, result.stderr[-3000:]
+    return {name: states(folder / name, 2) for name in IN_TWO}
 
 
 def test_uneven_batches_are_normalised_as_one():
@@ -56,16 +87,16 @@ def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("processes", "options"),
-    [
-        pytest.param(2, {"count": 41, "gradient_accumulation_steps": 2}, id="12 and 8 or 9 examples, accumulated"),
-        pytest.param(3, {"count": 22}, id="7 or 8 examples"),
-    ],
-)
-def test_weights_and_statistics_equal_one_process(tmp_path, processes, options):
-    (whole,) = train(tmp_path / "one", 1, **options)
-    ranks = train(tmp_path / "several", processes, **options)
+def test_two_processes_equal_one_on_batches_of_12_and_8_or_9_accumulated(tmp_path, in_two):
+    check_equal(train(tmp_path, 1, **IN_TWO["accumulated"])[0], in_two["accumulated"])
+
+
+def test_three_processes_equal_one_on_22_images(tmp_path):
+    check_equal(*train(tmp_path / "one", 1, count=22), train(tmp_path / "several", 3, count=22))
+
+
+def check_equal(whole, ranks):
+    """Weights, statistics and predictions."""
     for rank in ranks:
         torch.testing.assert_close(rank["model"], whole["model"], rtol=0, atol=1e-5)
         torch.testing.assert_close(rank["model"], ranks[0]["model"], rtol=0, atol=0)
@@ -73,47 +104,43 @@ def test_weights_and_statistics_equal_one_process(tmp_path, processes, options):
     assert len(ranks[0]["predictions"]) == 22
 
 
-def test_head_warmup(tmp_path):
+def test_head_warmup(tmp_path, in_two):
     """The backbone has neither moved nor gathered optimizer state until its first step, on every rank."""
-    options = {"entame_method": "base_wu", "optim": "adamw_torch", "learning_rate": 1e-3}
-    warm = train(tmp_path / "warm", 2, max_steps=1, **options)
+    warm, later = in_two["warm"], in_two["later"]
     start = train(tmp_path / "start", 1, max_steps=1, learning_rate=0.0, entame_method="base")[0]["model"]
     for rank in warm:
         moved = {name for name, tensor in rank["model"].items() if not torch.equal(tensor, start[name])}
         assert moved == {"classifier.weight", "classifier.bias"}
         assert rank["stepped"] == 2
-    later = train(tmp_path / "later", 2, max_steps=3, **options)
     torch.testing.assert_close(later[0]["model"], later[1]["model"], rtol=0, atol=0)
     assert later[0]["stepped"] == len(list(later[0]["model"]))
-    (whole,) = train(tmp_path / "one", 1, max_steps=3, **options)
+    (whole,) = train(tmp_path / "one", 1, **IN_TWO["later"])
     torch.testing.assert_close(later[0]["model"], whole["model"], rtol=0, atol=1e-5)
 
 
-def test_statistics_of_each_process_alone_where_asked_for(tmp_path):
-    ranks = train(tmp_path / "local", 2, max_steps=2, znorm_sync=False)
+def test_statistics_of_each_process_alone_where_asked_for(in_two):
+    ranks = in_two["local"]
     means = [rank["model"]["classifier.znorm.mean"] for rank in ranks]
     assert (means[0] - means[1]).abs().max() > 1e-3
     torch.testing.assert_close(ranks[0]["model"]["classifier.weight"], ranks[1]["model"]["classifier.weight"])
 
 
-def test_a_gradient_flows_through_the_other_ranks_statistics(tmp_path):
+def test_a_gradient_flows_through_the_other_ranks_statistics(tmp_path, in_two):
     """Without it the backbones would drift apart from the single process's within these steps."""
-    (whole,) = train(tmp_path / "one", 1, entame_method="fn", max_steps=3)
-    several = train(tmp_path / "several", 2, entame_method="fn", max_steps=3)
-    torch.testing.assert_close(several[0]["model"], whole["model"], rtol=1e-4, atol=1e-5)
+    (whole,) = train(tmp_path, 1, **IN_TWO["fn"])
+    torch.testing.assert_close(in_two["fn"][0]["model"], whole["model"], rtol=1e-4, atol=1e-5)
 
 
 def energies(log):
     return [{k: v for k, v in entry.items() if k.startswith("energy/")} for entry in log if "energy/total" in entry]
 
 
-def test_the_energies_are_those_of_all_processes(tmp_path):
+def test_the_energies_are_those_of_all_processes(tmp_path, in_two):
     """Of features that are normalised together, and of gradients that are averaged."""
-    (whole,) = train(tmp_path / "one", 1, max_steps=2)
-    ranks = train(tmp_path / "several", 2, max_steps=2)
+    (whole,) = train(tmp_path, 1, **IN_TWO["energies"])
     expected = energies(whole["log"])
     assert len(expected) == 2
-    for rank in ranks:
+    for rank in in_two["energies"]:
         for one, several in zip(expected, energies(rank["log"]), strict=True):
             assert "energy/features" in one
             for name, value in one.items():
@@ -122,18 +149,15 @@ def test_the_energies_are_those_of_all_processes(tmp_path):
                 assert several[name] == pytest.approx(value, rel=1e-3, abs=tolerance), name
 
 
-def test_a_process_that_has_seen_nothing_stops_no_other(tmp_path):
-    ranks = train(tmp_path / "blind", 2, max_steps=2, blind_rank=1, entame_method="base")
-    first, second = (energies(rank["log"]) for rank in ranks)
+def test_a_process_that_has_seen_nothing_stops_no_other(in_two):
+    first, second = (energies(rank["log"]) for rank in in_two["blind"])
     assert len(first) == 2
     assert first == second
 
 
-def test_the_head_rate_is_measured_over_all_processes(tmp_path):
+def test_the_head_rate_is_measured_over_all_processes(tmp_path, in_two):
     """On features that are normalised over all of them, and on the gradients of the whole batch."""
-    options = {"head_lr": "auto", "optim": "sgd", "max_steps": 3}
-    (whole,) = train(tmp_path / "one", 1, **options)
-    ranks = train(tmp_path / "several", 2, **options)
+    (whole,), ranks = train(tmp_path, 1, **IN_TWO["head_lr"]), in_two["head_lr"]
     (expected,), first, second = (
         [entry["head_lr"] for entry in rank["log"] if "head_lr" in entry] for rank in (whole, *ranks)
     )

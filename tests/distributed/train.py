@@ -62,4 +62,6 @@ def main(folder: str, options: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # Several runs, one after the other: processes and libraries take longer to start than a run takes.
+    for folder, options in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        main(folder, options)
