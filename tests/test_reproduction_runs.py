@@ -69,7 +69,9 @@ def test_a_line_says_it_all_and_comes_out_the_same_again(cell):
     )
     assert line["energies"]["step"] == steps
     assert line["energies"]["noise_share"][0] == pytest.approx(1 / 9, abs=1e-4)
-    assert all(len(column) == len(steps) for column in line["energies"].values())
+    lengths = {name: len(column) for name, column in line["energies"].items()}
+    assert lengths.pop("phi_w") == lengths["noise_share"] / len(steps) == 1
+    assert set(lengths.values()) == {1, len(steps)}
 
 
 def test_a_zero_head_says_nothing_at_first(cell):

@@ -133,7 +133,10 @@ def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def _energies(log: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Arrange what was measured of the error in columns, one value a step, of as many digits as figures show."""
+    """Arrange what was measured of the error in columns, one value a step, of as many digits as figures show.
+
+    What only the first step has is a column of one.
+    """
     steps: dict[int, dict[str, float]] = {}
     for entry in log:
         measured = {
@@ -144,4 +147,8 @@ def _energies(log: list[dict[str, Any]]) -> dict[str, list[Any]]:
         if measured:
             steps.setdefault(entry["step"], {}).update(measured)
     names = dict.fromkeys(name for values in steps.values() for name in values)
-    return {"step": list(steps), **{name: [values.get(name) for values in steps.values()] for name in names}}
+    columns: dict[str, list[Any]] = {"step": list(steps)}
+    for name in names:
+        last = max(number for number, values in enumerate(steps.values()) if name in values)
+        columns[name] = [values.get(name) for values in list(steps.values())[: last + 1]]
+    return columns

@@ -87,7 +87,8 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
     handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", marker="*", markersize=13)
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
     figure.suptitle(", ".join(filter(None, (f"{model} on {dataset}", plain(group.title)))))
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    columns = min(len(handles), 2 * len(bases))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False)
     return figure
 
 
