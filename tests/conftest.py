@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -31,6 +32,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from entame_hf import EntameTrainer
 from entame_hf.models import as_transformers
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
@@ -150,3 +152,30 @@ class RandomImages(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"pixel_values": self.images[index], "labels": self.labels[index]}
+
+
+class OutOfMemoryTrainer(EntameTrainer):
+    """Runs out of memory in its third step, once."""
+
+    calls = 0
+
+    def training_step(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.fixture
+def calls_to_host(monkeypatch) -> Counter:
+    """Counts what makes the host wait for a tensor's values, by the method that was called."""
+    calls: Counter = Counter()
+    for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, name=name, original=original, **kwargs):
+            calls[name] += 1
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    return calls

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY_VIT, RandomImages
+from conftest import TINY_VIT, OutOfMemoryTrainer, RandomImages
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -326,21 +326,11 @@ class TestInATraining:
         assert breaks_measured == breaks
         assert logged(trainer) == pytest.approx(logged(train(tiny_vit, arguments(tmp_path))), rel=1e-5)
 
-    def test_one_value_in_a_training_travels_to_the_host(self, tmp_path, tiny_vit, monkeypatch):
-        calls = Counter()
-        for name in ("item", "tolist", "__float__", "__int__", "__bool__", "cpu", "numpy"):
-            original = getattr(torch.Tensor, name)
-
-            def counted(self, *args, name=name, original=original, **kwargs):
-                calls[name] += 1
-                return original(self, *args, **kwargs)
-
-            monkeypatch.setattr(torch.Tensor, name, counted)
-
+    def test_one_value_in_a_training_travels_to_the_host(self, tmp_path, tiny_vit, calls_to_host):
         def transfers(**changes):
-            calls.clear()
+            calls_to_host.clear()
             train(copy.deepcopy(tiny_vit), arguments(tmp_path, max_steps=4, **changes))
-            return Counter(calls)
+            return Counter(calls_to_host)
 
         off = transfers(head_lr=None)
         assert off, "Trainer reads its loss: the counters count nothing"
@@ -387,17 +377,8 @@ class TestAgain:
         """With a batch half as large, whose images are other ones."""
         rates = Rates()
 
-        class Short(EntameTrainer):
-            calls = 0
-
-            def training_step(self, *args, **kwargs):
-                self.calls += 1
-                if self.calls == 3:
-                    raise RuntimeError("CUDA out of memory. Tried to allocate")
-                return super().training_step(*args, **kwargs)
-
         args = arguments(tmp_path, auto_find_batch_size=True, lr_scheduler_type="cosine")
-        trainer = train(tiny_vit, args, Short, callbacks=[rates])
+        trainer = train(tiny_vit, args, OutOfMemoryTrainer, callbacks=[rates])
         before, after = rates.steps[:2], rates.steps[2:]
         assert len(before) == 2
         assert len(after) == 3

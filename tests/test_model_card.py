@@ -339,7 +339,7 @@ class TestWriting:
 
 def facts(names, confusion=None, **changes):
     defaults = {"name": "finches", "address": "me/finches", "architecture": "resnet18", "base_model": None}
-    defaults |= {"base_name": None, "datasets": [], "dataset_name": "", "library": "timm", "has_processor": True}
+    defaults |= {"base_name": None, "datasets": [], "dataset_name": "", "library_name": "timm", "has_processor": True}
     evaluation = Evaluation({"accuracy": 0.5}, 3, confusion)
     return CardFacts(class_names=names, adaptation=None, evaluation=evaluation, **{**defaults, **changes})
 

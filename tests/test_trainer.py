@@ -4,7 +4,7 @@ import math
 import pytest
 import timm
 import torch
-from conftest import RandomImages
+from conftest import OutOfMemoryTrainer, RandomImages
 from transformers import Trainer, TrainingArguments
 
 from entame_hf import (
@@ -323,16 +323,9 @@ class TestEnergyLogNeverStopsATraining:
 def test_running_out_of_memory_is_tried_again(tmp_path, tiny_vit):
     """Also where it happens after steps that have trained the head."""
 
-    class Short(EntameTrainer):
-        calls = 0
-
-        def training_step(self, *args, **kwargs):
-            self.calls += 1
-            if self.calls == 3:
-                raise RuntimeError("CUDA out of memory. Tried to allocate")
-            return super().training_step(*args, **kwargs)
-
-    trainer = Short(tiny_vit, arguments(tmp_path, auto_find_batch_size=True), train_dataset=RandomImages(64))
+    trainer = OutOfMemoryTrainer(
+        tiny_vit, arguments(tmp_path, auto_find_batch_size=True), train_dataset=RandomImages(64)
+    )
     trainer.train()
     assert trainer.state.global_step == 3
 

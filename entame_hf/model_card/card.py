@@ -146,7 +146,7 @@ def _about_model(trainer: Any) -> dict[str, Any]:
         "is_adapter": is_peft(trainer.model),
         "architecture": model.config.architecture if timm else type(model).__name__,
         "class_names": class_names(model.config) if library else [str(index) for index in range(classes)],
-        "library": "timm" if timm else library,
+        "library_name": "timm" if timm else library,
         # A timm model's config says how its images are prepared.
         "has_processor": timm or trainer.processing_class is not None,
     }
@@ -201,14 +201,14 @@ def _metadata(
     facts: CardFacts, tags: list[str], configurations: list[str], task: str, language: str | None
 ) -> ModelCardData:
     # As on timm's own cards, whose models transformers loads too.
-    libraries = ["timm", "transformers"] if facts.library == "timm" else []
+    libraries = ["timm", "transformers"] if facts.library_name == "timm" else []
     method = facts.adaptation["method"] if facts.adaptation else None
     return ModelCardData(
         **facts.license,
         base_model=facts.base_model,
         base_model_relation=("adapter" if facts.is_adapter else "finetune") if facts.base_model else None,
         datasets=facts.datasets or None,
-        library_name="peft" if facts.is_adapter else facts.library,
+        library_name="peft" if facts.is_adapter else facts.library_name,
         pipeline_tag=task,
         language=language,
         tags=[TASK, *libraries, *(["entame"] if method in OF_ENTAME else []), "generated_from_trainer", *tags],

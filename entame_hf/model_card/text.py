@@ -52,7 +52,8 @@ class CardFacts:
         datasets (`list[str]`): ids on the Hub.
         dataset_name (`str`): what to call data without an id; may be empty.
         class_names (`list[str]`): C names by index, in any script.
-        library (`str`, *optional*): "transformers", or "timm" for a model that both load; None for one of your own.
+        library_name (`str`, *optional*):
+            "transformers", or "timm" for a model that both load; None for one of your own.
         has_processor (`bool`): whether an image processor is saved beside the model.
         is_adapter (`bool`): whether peft puts what is saved on the base model.
         adaptation (`dict`, *optional*): see [`adaptation_record`]; None for a model that was not trained here.
@@ -71,7 +72,7 @@ class CardFacts:
     datasets: list[str]
     dataset_name: str
     class_names: list[str]
-    library: str | None
+    library_name: str | None
     has_processor: bool
     adaptation: dict[str, Any] | None
     evaluation: Evaluation
@@ -117,10 +118,10 @@ def _introduction(facts: CardFacts) -> str:
         text += f" {source} (method `{method}`), {METHODS[method]}."
     if facts.is_adapter:
         text += " It is an adapter: peft puts it on the base model, without other code."
-    elif facts.library:
+    elif facts.library_name:
         text += (
             " It is a stock model: timm and transformers load it"
-            if facts.library == "timm"
+            if facts.library_name == "timm"
             else " It is a stock model: transformers loads it"
         )
         text += " without other code."
@@ -162,7 +163,7 @@ def _classes(names: list[str], confusion: np.ndarray) -> str:
 def _usage(facts: CardFacts) -> str:
     if facts.is_adapter:
         return _usage_of_adapter(facts)
-    if facts.library is None:
+    if facts.library_name is None:
         return ""
     image = 'Image.new("RGB", (320, 240))  # or Image.open("your image.jpg")'
     if facts.has_processor:
@@ -181,7 +182,7 @@ from transformers import AutoModelForImageClassification
 model = AutoModelForImageClassification.from_pretrained("{facts.address}")
 print(model.config.id2label)"""
     text = f"## How to use\n\n```python\n{transformers}\n```"
-    if facts.library == "timm":
+    if facts.library_name == "timm":
         source = "local-dir" if facts.address == "." else "hf-hub"
         timm = f"""\
 import timm
