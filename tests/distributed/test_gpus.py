@@ -43,7 +43,7 @@ def log_of(folder: Path, configuration: str, processes: int, **options) -> list[
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(CONFIGURATIONS / f"{configuration}.yaml"), "--num_processes", str(processes)),
-        *("--mixed_precision", "no", str(WORKER), str(folder), json.dumps(options)),
+        *("--main_process_port", "0", "--mixed_precision", "no", str(WORKER), str(folder), json.dumps(options)),
     ]
     # Sums in another order are the only difference that is allowed.
     environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "NCCL_NVLS_ENABLE": "0"}
