@@ -1,5 +1,7 @@
 """ENTAME for Hugging Face image classifiers: fine-tune without contaminating the features you came for."""
 
+__version__ = "0.1.0"
+
 from .config import EntameConfig
 from .energy import ErrorEnergy, error_energy
 from .energy.inspection import HeadReport, inspect_head
@@ -12,8 +14,6 @@ from .patch import apply_entame
 from .trainer import EntameTrainer
 from .training_args import EntameTrainingArguments
 from .znorm import z_norm
-
-__version__ = "0.1.0"
 
 __all__ = [
     "EntameConfig",

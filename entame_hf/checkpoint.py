@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from . import __version__
 from .config import EntameConfig
 from .fold import normalised_heads
 from .heads import find_heads, num_classes, timm_model
@@ -130,7 +131,7 @@ def adaptation_record(
         "learning_rate": learning_rate,
         "head_lr": head_lr,
         "num_labels": classes,
-        "versions": {package: _version(package) for package in ("entame-hf", "timm", "torch", "transformers")},
+        "versions": {"entame-hf": __version__, **{name: _version(name) for name in ("timm", "torch", "transformers")}},
     }
 
 

@@ -7,32 +7,39 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import datasets
 import torch
+from step_cost import BlockTimer
 from throughput import StepClock, draw_images, model_of, training_arguments
+from transformers import TrainerCallback
 
-from entame_hf import EntameConfig, EntameTrainer
+from entame_hf import EntameTrainer
 from entame_hf.data import Augmentation, ClassificationDataset, Preparation, load_splits, set_image_size
 from entame_hf.data.workers import cores
+from entame_hf.fold import normalised_heads
 from entame_hf.models import timm_processor
 
 CONFIGURATIONS = Path(__file__).parent / "accelerate"
 PASSED_ON = ("size", "batch", "epochs")
+# Steps that are timed as one, and steps before the first of them: the error's energies are measured in the first 20.
+BLOCK, WARM_UP = 5, 25
 
 
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
     """Train with the same batch a process on 1, 2, 4... GPUs, through the project's own input.
 
-    Every process reads as many images as the one on one GPU does. On all GPUs, runs with statistics of the global
-    batch take turns with runs whose processes keep their own. Without a GPU, two processes share the CPU.
+    Every process reads as many images as the one on one GPU does. On all GPUs, blocks of steps of one more training
+    take turns: with statistics of the global batch, and with those that each process takes of its own part. Without a
+    GPU, two processes share the CPU.
     """
     on_cpu = not torch.cuda.is_available()
     most = 2 if on_cpu else torch.cuda.device_count()
@@ -47,50 +54,76 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
                 *(sys.executable, "-m", "accelerate.commands.launch"),
                 *("--config_file", str(CONFIGURATIONS / f"{configuration}.yaml"), "--num_processes", str(count)),
                 *(__file__, "--folder", folder, "--model", options.models[0]),
-                *("--images", str(options.images * count), "--pairs", str(options.pairs if last else 0)),
+                *("--images", str(options.images * count), "--blocks", str(2 * options.repeats if last else 0)),
                 *(text for name in PASSED_ON for text in (f"--{name}", str(getattr(options, name)))),
             ]
             subprocess.run(command, check=True)
-            rates = json.loads(Path(folder, "rates.json").read_text())
-            results[f"images_per_second_{count}"] = rate = median(rates["global"])
+            measured = json.loads(Path(folder, "measured.json").read_text())
+            results[f"images_per_second_{count}"] = measured["rate"]
             if count > 1:
-                results[f"efficiency_{count}"] = rate / (count * results["images_per_second_1"])
+                results[f"efficiency_{count}"] = measured["rate"] / (count * results["images_per_second_1"])
             if last:
-                pairs = zip(rates["own"], rates["global"], strict=True)
-                results["step_with_global_over_own_statistics"] = [own / together for own, together in pairs]
+                results |= _compare(**measured["milliseconds"])
             print(results, flush=True)
     return results
 
 
+def _compare(own: list[float], together: list[float]) -> dict[str, Any]:
+    """Compare each block with the mean of those around it, as the machine's pace changes."""
+    around = [(before + after) / 2 for before, after in pairwise(own)]
+    ratios = [time / other for time, other in zip(together, around, strict=False)]
+    return {
+        "milliseconds_per_step": median(own),
+        "ratio_of_global_statistics_median": median(ratios),
+        "ratio_of_global_statistics_min": min(ratios),
+        "ratio_of_global_statistics_max": max(ratios),
+        "rounds": len(ratios),
+    }
+
+
 def worker(options: argparse.Namespace) -> None:
+    """Train in this process, beside the others of its launch; the first one writes down what it measured."""
     datasets.config.HF_DATASETS_CACHE = options.folder
     rows: Any = load_splits(data_dir=str(options.folder / "images"), test_fraction=0.001).train
     rows = rows.select(range(min(len(rows), options.images)))
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    rates: dict[str, list[float]] = {"global": [], "own": []}
-    for kind in ("global", "own") * options.pairs or ("global",):
-        torch.manual_seed(0)
-        model = model_of(options.model, options.size)
-        preparation = Preparation(set_image_size(timm_processor(model), options.size), exact=False)
-        data = ClassificationDataset(rows, "image", "label", preparation, Augmentation("flip"))
-        args = training_arguments(
-            options, 1, dataloader_num_workers=max(1, cores() // processes), use_cpu=not torch.cuda.is_available()
-        )
-        epoch = len(data) // (options.batch * args.world_size)
-        args.max_steps = last = epoch * options.epochs
-        clock = StepClock(epoch, last)
-        config = EntameConfig(sync=kind == "global")
-        EntameTrainer(model, args, train_dataset=data, callbacks=[clock], entame=config).train()
-        rates[kind].append(clock.rate(options.batch * args.world_size, epoch, last))
+    preparation = Preparation(
+        set_image_size(timm_processor(model_of(options.model, options.size)), options.size), exact=False
+    )
+    data = ClassificationDataset(rows, "image", "label", preparation, Augmentation("flip"))
+    args = training_arguments(options, 1, dataloader_num_workers=cores(), use_cpu=not torch.cuda.is_available())
+    epoch = len(data) // (options.batch * args.world_size)
+    args.max_steps = epoch * options.epochs
+    clock = StepClock(epoch, args.max_steps)
+    train(options, args, data, clock)
+    measured: dict[str, Any] = {"rate": clock.rate(options.batch * args.world_size, epoch, args.max_steps)}
+    if options.blocks:
+        # The last has none after it that it could be compared with: there is one more.
+        args.max_steps = WARM_UP + BLOCK * (options.blocks + 1) + 1
+        timer = BlockTimer(BLOCK, WARM_UP, {})
+        train(options, args, data, timer)
+        measured["milliseconds"] = timer.milliseconds()
     if args.process_index == 0:
-        Path(options.folder, "rates.json").write_text(json.dumps(rates))
+        Path(options.folder, "measured.json").write_text(json.dumps(measured))
+
+
+def train(options: argparse.Namespace, args: Any, data: Any, callback: TrainerCallback) -> None:
+    torch.manual_seed(0)
+    trainer = EntameTrainer(model_of(options.model, options.size), args, train_dataset=data, callbacks=[callback])
+
+    def take_statistics(sync: bool) -> None:
+        for _, leaf in normalised_heads(trainer.model):
+            leaf.znorm.sync = sync
+
+    if isinstance(callback, BlockTimer):
+        callback.settings = {"own": partial(take_statistics, False), "together": partial(take_statistics, True)}
+    trainer.train()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    for number in (*PASSED_ON, "images", "pairs"):
+    for number in (*PASSED_ON, "images", "blocks"):
         parser.add_argument(f"--{number}", type=int, required=True)
     parsed = parser.parse_args()
     parsed.compile = False

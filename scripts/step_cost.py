@@ -6,6 +6,8 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -91,23 +93,22 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class BlockTimer(TrainerCallback):
-    """Give each block of steps a setting of `energy_logging_steps` in turn, and mark its ends on the device.
+    """Change a setting before each block of steps, in turn, and mark the blocks' ends on the device.
 
     Args:
         steps (`int`): how long a block is.
         skip (`int`): where the first begins.
-        settings (`dict[str, int]`): by name; the blocks take turns.
+        settings (`Mapping[str, Callable]`): by name, what is called before a block; the blocks take turns.
     """
 
-    def __init__(self, steps: int, skip: int, settings: dict[str, int]) -> None:
+    def __init__(self, steps: int, skip: int, settings: Mapping[str, Callable[[], Any]]) -> None:
         self.steps, self.skip, self.settings = steps, skip, settings
         self.marks: list[Any] = []
 
-    # The recorder reads its setting after this.
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step >= self.skip and state.global_step % self.steps == 0:
             block = len(self.marks)
-            args.energy_logging_steps = list(self.settings.values())[block % len(self.settings)]
+            list(self.settings.values())[block % len(self.settings)]()
             if args.device.type == "cuda":
                 self.marks.append(torch.cuda.Event(enable_timing=True))
                 self.marks[-1].record()
@@ -133,9 +134,12 @@ def energy(options: argparse.Namespace) -> dict[str, Any]:
     Their order stays the same, and each block is compared with the unmeasured ones before and after it.
     """
     steps, skip = 10, 30
-    timer = BlockTimer(steps, skip, {"none": 0, "one_in_ten": 1, "none_again": 0, "all": sys.maxsize})
-    blocks = len(timer.settings) * options.repeats
+    cadences = {"none": 0, "one_in_ten": 1, "none_again": 0, "all": sys.maxsize}
+    blocks = len(cadences) * options.repeats
     args = quiet_arguments(options, EntameTrainingArguments, max_steps=skip + steps * blocks + 1, logging_steps=steps)
+    # The recorder reads its setting after a step has begun.
+    settings = {name: partial(setattr, args, "energy_logging_steps", cadence) for name, cadence in cadences.items()}
+    timer = BlockTimer(steps, skip, settings)
     train(EntameTrainer, options, args, timer)
     times = timer.milliseconds()
     result: dict[str, Any] = {"batch": options.batch, "milliseconds_per_step": median(times["none"])}

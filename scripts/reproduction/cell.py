@@ -68,6 +68,9 @@ def run_cell(cell: Cell) -> Line:
         for head in find_heads(model):
             for parameter in head.module.parameters():
                 nn.init.zeros_(parameter)
+    if args.device.type == "cuda":
+        # The layout of cuDNN's fast kernels; EntameTrainer chooses it on CPUs.
+        model.to(memory_format=torch.channels_last)
     trainer = TRAINERS[args.schedule](
         model,
         args,

@@ -61,6 +61,8 @@ def run_suite(name: str, cells: list[Cell], results: Path, place: Place) -> int:
     finished = done(results)
     left = [cell for cell in place.share(cells) if cell.identity not in finished]
     common = {"suite": name, **_provenance(place)}
+    # Sizes stay the same over many runs: cuDNN may try its kernels instead of guessing which is fast.
+    torch.backends.cudnn.benchmark = True
     # The garbage of one training is collected when the next begins: not through all that was imported, each time.
     gc.freeze()
     failed, started = 0, time.perf_counter()
