@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ class BatchDataset(Dataset):
         """Say which epoch comes next."""
         self.epoch = epoch
 
-    def is_ready(self, indices: list[int]) -> bool:
-        """Tell whether rows can be read in no time."""
-        raise NotImplementedError
+    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], Any] | None:
+        """Begin to read rows that take next to no work, and return what waits for them; `None` for all others."""
+        return None
 
     def read(self, indices: list[int], epoch: int, device: torch.device) -> Any:
         """Read what a batch is made of, on its way to a device."""
@@ -76,8 +76,8 @@ class PendingBatch:
 class BatchMaker:
     """Collate rows into a [`PendingBatch`]: decoded in a thread, made on a CUDA stream beside the training's.
 
-    What needs no decoding is read by the training's own thread, while its device works: two threads would wait for
-    each other's Python.
+    What needs no decoding has no thread of its own, which would wait for the training's Python, and the training for
+    its: it is begun as soon as a batch is asked for, and waited for when the batch is made.
 
     Args:
         dataset ([`BatchDataset`]): where rows are read.
@@ -90,9 +90,10 @@ class BatchMaker:
         self._latest: PendingBatch | None = None
 
     def __call__(self, indices: list[int]) -> PendingBatch:
-        read: Callable[[], Any] = partial(self._read, indices, self.dataset.epoch)
-        if not self.dataset.is_ready(indices):
-            read = _reader(os.getpid()).submit(read).result
+        epoch = self.dataset.epoch
+        read = self.dataset.start_reading(indices, epoch, self.device)
+        if read is None:
+            read = _reader(os.getpid()).submit(self._read, indices, epoch).result
         self._latest = PendingBatch(lambda: self._finish(read()))
         return self._latest
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from .batches import to_device
 from .callbacks import TrainedMark
 from .checkpoint import (
     adaptation_record,
@@ -179,7 +180,7 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         self._micro_batches = [find_batch_size(batch) or 0 for batch in batches]
         self._mean_batch = sum(self._micro_batches) / max(len(batches), 1)
         if self.parts_differ:
-            mean = torch.tensor(self._mean_batch, device=self.args.device)
+            mean = to_device(torch.tensor(self._mean_batch), self.args.device)
             self._mean_batch = self.accelerator.reduce(mean, "mean")
         return batches, num_items
 

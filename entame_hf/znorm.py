@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_reduce
 
 
 class BatchStatistics(NamedTuple):
@@ -102,15 +101,30 @@ def _over_processes(origin: Tensor, offset: Tensor, squares: Tensor, count: int)
     """
     mine = torch.cat([offset, squares, origin, origin.new_full((1,), count)])
     rows = [mine if rank == dist.get_rank() else torch.zeros_like(mine) for rank in range(dist.get_world_size())]
-    table = all_reduce(torch.stack(rows))
+    table = _SumOverProcesses.apply(torch.stack(rows))
     width = origin.numel()
     offsets, squares_, origins, counts = table.split([width, width, width, 1], dim=1)
     counts = counts.detach()
     total = counts.sum()
     share = counts / total.clamp(min=1)
-    # A process without samples has no row to offer as the common origin: take the largest batch's.
-    common = origins[counts.argmax()].detach()
+    # A process without samples has no row to offer as the common origin: take the largest batch's. Not by indexing,
+    # for which the host would wait until the device knows which it is.
+    common = origins.detach().index_select(0, counts.argmax(0)).squeeze(0)
     means = offsets + (origins.detach() - common)
     offset = (share * means).sum(0)
     spread = squares_ + counts * (means - offset).square()
     return BatchStatistics(common, offset, spread.sum(0) / total.clamp(min=1), total)
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """Sum over all processes, whose gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _SumOverProcesses.apply(gradient)

@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ from transformers import (
     ResNetForImageClassification,
     SwinConfig,
     SwinForImageClassification,
+    TrainerCallback,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -179,3 +181,19 @@ def calls_to_host(monkeypatch) -> Counter:
 
         monkeypatch.setattr(torch.Tensor, name, counted)
     return calls
+
+
+class WaitCounter(TrainerCallback):
+    """Count how often the host waits for a GPU from the second step on, in which what is done once has been done."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self._catcher = warnings.catch_warnings(record=True)
+            self._caught = self._catcher.__enter__()
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        torch.cuda.set_sync_debug_mode("default")
+        self._catcher.__exit__(None, None, None)
+        self.count = sum("called a synchronizing" in str(warning.message) for warning in self._caught)

@@ -57,7 +57,7 @@ def test_batches_depend_on_neither_workers_nor_cache(folder):
     expected = batches(images(folder, cache_gb=0))
     data = images(folder)
     assert equal(batches(data, num_workers=2), expected)
-    assert data.is_ready(list(range(60)))
+    assert data.start_reading(list(range(60)), 0, CPU) is not None
     # Workers are let go once there is nothing left for them.
     assert data._workers is not None
     data.set_epoch(1)

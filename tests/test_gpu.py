@@ -2,22 +2,22 @@
 
 import copy
 import math
-import warnings
 
 import pytest
 import timm
 import torch
-from conftest import RandomImages
+import torch.distributed as dist
+from conftest import RandomImages, WaitCounter
 from reproduction.source_task import CLASSES, SourceTask
 from test_batches import folder as photos  # noqa: F401
 from test_batches import images
 from test_data_jpeg import JPEGS
 from torch.nn.functional import cross_entropy
-from transformers import TrainerCallback
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame, inspect_head
 from entame_hf.batches import batch_loader
 from entame_hf.layers import ZNorm
+from entame_hf.znorm import batch_statistics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -57,13 +57,16 @@ def test_z_norm_agrees_with_the_cpu():
 
 
 def test_z_norm_waits_for_nothing():
-    """Without several processes no value travels to the host."""
+    """No value travels to the host, nor where statistics are those of several processes."""
     layer, x = ZNorm(512, device="cuda").train(), torch.randn(64, 512, device="cuda", requires_grad=True)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer(x).sum().backward()
+        batch_statistics(x, -1, sync=True).var.sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
@@ -135,23 +138,11 @@ def measured(folder, *callbacks, **changes):
     ]
 
 
-class SyncWarnings(TrainerCallback):
-    """Warn of every wait for the device from the second step on, where no step is measured or logged."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
-            torch.cuda.set_sync_debug_mode("warn")
-
-    def on_train_end(self, args, state, control, **kwargs):
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_steps_that_are_not_measured_wait_for_nothing_more(tmp_path):
     def waits(steps):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            logged = measured(tmp_path, SyncWarnings(), energy_logging_steps=steps)
-        return len(logged), sum("called a synchronizing" in str(warning.message) for warning in caught)
+        counter = WaitCounter()
+        logged = measured(tmp_path, counter, energy_logging_steps=steps)
+        return len(logged), counter.count
 
     waits(0)  # What is done once for all.
     off, on = waits(0), waits(1)

@@ -3,10 +3,13 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from entame_hf import ZNormConv2d, ZNormLinear, z_norm
 from entame_hf.layers import ZNorm
+from entame_hf.znorm import batch_statistics
 
 
 def reference(x, eps=1e-5, dim=-1):
@@ -188,3 +191,29 @@ def test_compiles_without_graph_breaks():
     x = torch.randn(16, 8)
     torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), twin(x))
     torch.testing.assert_close(layer.znorm.var, twin.znorm.var)
+
+
+class HostReads(TorchDispatchMode):
+    """Count the values that the host reads: it would wait for a GPU to know them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_value_of_a_global_batch_is_read_by_the_host():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = torch.randn(6, 4, requires_grad=True)
+        with HostReads() as reads:
+            batch = batch_statistics(x, -1, sync=True)
+            batch.var.sum().backward()
+        torch.testing.assert_close(batch.var, x.var(0, correction=0))
+        assert reads.count == 0
+        with reads:
+            x[x.sum(1).argmax()]
+        assert reads.count == 1
+    finally:
+        dist.destroy_process_group()

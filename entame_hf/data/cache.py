@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import uuid
+from concurrent.futures import Future
 from pathlib import Path
 
 import datasets
@@ -125,21 +126,34 @@ class RecordCache:
             `numpy.ndarray`: the positions in `rows` whose records are not here.
         """
         here = self.has(rows)
-        if here.all():
-            self._copy(rows, out)
+        # A thread would take longer to wake than one record to copy.
+        if here.all() and len(rows) > 1:
+            for part in self.start_copying(rows, out):
+                part.result()
         else:
             out[here] = self._records[rows[here]]
         return np.flatnonzero(~here)
 
-    def _copy(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        def copy(part: slice) -> None:
-            # Any mode but "raise" copies straight to its place.
-            np.take(self._records, rows[part], axis=0, out=out[part], mode="clip")
+    def start_copying(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> list[Future[None]]:
+        """Begin to copy records that are all here.
 
+        Args:
+            rows (`numpy.ndarray`): int64 (N,).
+            out (`numpy.ndarray`): uint8 (N, length), filled when all is done that is returned.
+
+        Returns:
+            `list[Future]`: to be waited for.
+        """
+        # In threads, which need Python's lock for none of the page faults.
+        return [threads().submit(self._copy, rows[part], out[part]) for part in self._parts(len(rows))]
+
+    def _parts(self, count: int) -> list[slice]:
         step = max(1, _PART // self._length)
-        parts = [slice(start, start + step) for start in range(0, len(rows), step)]
-        # Without Python's lock, so that a training's thread doesn't wait for as many page faults one after the other.
-        list(threads().map(copy, parts) if len(parts) > 1 else map(copy, parts))
+        return [slice(start, start + step) for start in range(0, count, step)]
+
+    def _copy(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        # Any mode but "raise" copies straight to its place.
+        np.take(self._records, rows, axis=0, out=out, mode="clip")
 
     def put(self, row: int, record: NDArray[np.uint8]) -> bool:
         """Keep a record if there is room.

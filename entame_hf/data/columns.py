@@ -1,11 +1,14 @@
 """Find the image and the label column of a dataset, and turn labels into class indices."""
 
+import os
+
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Features, Image
 
 from ..errors import InputError
+from .workers import threads
 
 
 def find_image_column(features: Features, name: str | None = None) -> str:
@@ -146,3 +149,34 @@ def _may_hold_labels(feature: object) -> bool:
             )
         )
     return isinstance(feature, ClassLabel)
+
+
+def file_marks(dataset: Dataset, image_column: str) -> list[str]:
+    """Tell the state of images that lie in files of their own, which may change under the same name.
+
+    Args:
+        dataset (`datasets.Dataset`): the rows.
+        image_column (`str`): the column of undecoded images.
+
+    Returns:
+        `list[str]`: equal as long as no file changes; empty where the images are in the dataset.
+    """
+    first = dataset[0][image_column] if len(dataset) else None
+    if not first or first.get("bytes") is not None:
+        return []
+    images = label_values(dataset, image_column)
+    paths = [path for chunk in images.chunks for path in chunk.field("path").to_pylist()]
+    # Many at once: what lies on a network is waited for side by side.
+    return list(threads().map(_file_mark, (paths[i : i + 256] for i in range(0, len(paths), 256))))
+
+
+def _file_mark(paths: list[str | None]) -> str:
+    return "\n".join(_state(path) for path in paths)
+
+
+def _state(path: str | None) -> str:
+    try:
+        status = os.stat(path or "")
+    except OSError:
+        return f"{path} missing"
+    return f"{path} {status.st_size} {status.st_mtime_ns}"

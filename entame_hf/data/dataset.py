@@ -1,7 +1,7 @@
 """Read images and labels of a dataset in batches, and skip images that can't be read."""
 
 import copy
-import os
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..batches import BatchDataset
 from ..loss import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
 from .cache import RecordCache, open_cache
-from .columns import label_values
+from .columns import file_marks, label_values
 from .images import UnreadableImageError
 from .preparation import Preparation
 from .records import RawBatch, Record, Recorder
@@ -114,7 +114,7 @@ class ClassificationDataset(BatchDataset):
         """
         asked = np.asarray(indices, dtype=np.int64)
         gpu = device if device is not None and device.type == "cuda" else None
-        records = torch.empty(len(asked), self.recorder.length, dtype=torch.uint8, pin_memory=gpu is not None)
+        records = self._empty(len(asked), device)
         out, rows, todo = records.numpy(), asked.copy(), np.arange(len(asked))
         tried = np.empty(0, np.int64)
         # Each round takes from the cache what the one before put there, and the next row for one found unreadable.
@@ -128,14 +128,23 @@ class ClassificationDataset(BatchDataset):
             if gpu is not None:
                 todo, gpu = self._decode_on_gpu(rows, todo, out, gpu), None
             todo = self._decode(rows, todo, out)
-        labels = self.labels[rows]
-        if self.evaluation:
-            labels = labels.masked_fill(torch.from_numpy(rows != asked), IGNORED_LABEL)
-        return RawBatch(records, labels, asked, epoch)
+        return RawBatch(records, self._labels(rows, asked), asked, epoch)
 
-    def is_ready(self, indices: list[int]) -> bool:
-        """Tell whether the cache has all of some rows."""
-        return self._cache is not None and bool(self._cache.has(self.unreadable.replace(np.asarray(indices))).all())
+    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], RawBatch] | None:
+        """Begin to copy a batch that the cache has all of: see [`BatchDataset.start_reading`]."""
+        asked = np.asarray(indices, dtype=np.int64)
+        rows = self.unreadable.replace(asked)
+        if self._cache is None or not self._cache.has(rows).all():
+            return None
+        records = self._empty(len(asked), device)
+        copies = self._cache.start_copying(rows, records.numpy())
+
+        def wait() -> RawBatch:
+            for part in copies:
+                part.result()
+            return RawBatch(records, self._labels(rows, asked), asked, epoch)
+
+        return wait
 
     def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
@@ -176,6 +185,15 @@ class ClassificationDataset(BatchDataset):
     def summary(self) -> str | None:
         """Tell which images could not be read so far: one line, `None` where all could."""
         return self.unreadable.summary()
+
+    def _empty(self, count: int, device: torch.device | None) -> Tensor:
+        """Make room for records; CUDA copies from pinned memory without being waited for."""
+        pinned = device is not None and device.type == "cuda"
+        return torch.empty(count, self.recorder.length, dtype=torch.uint8, pin_memory=pinned)
+
+    def _labels(self, rows: Rows, asked: Rows) -> Tensor:
+        labels = self.labels[rows]
+        return labels.masked_fill(torch.from_numpy(rows != asked), IGNORED_LABEL) if self.evaluation else labels
 
     def _take(self, rows: Rows, todo: Rows, out: Record) -> Rows:
         """Copy what the cache has; return which positions are left."""
@@ -229,18 +247,9 @@ class ClassificationDataset(BatchDataset):
         return self._cache is not None and self._cache.put(row, record)
 
     def _open_cache(self) -> RecordCache | None:
-        parts = [self.dataset._fingerprint, *self._file_marks(), self.recorder.preparation.key]
+        marks = file_marks(self.dataset, self.image_column) if self._cache_limit > 0 else []
+        parts = [self.dataset._fingerprint, *marks, self.recorder.preparation.key]
         return open_cache(parts, len(self), self.recorder.length, self._cache_limit)
-
-    def _file_marks(self) -> list[str]:
-        """Tell the state of images that lie in files of their own, which may change under the same name."""
-        first = self.dataset[0][self.image_column] if self._cache_limit > 0 and len(self) else None
-        if not first or first.get("bytes") is not None:
-            return []
-        images = label_values(self.dataset, self.image_column)
-        paths = [path for chunk in images.chunks for path in chunk.field("path").to_pylist()]
-        # Many at once: what lies on a network is waited for side by side.
-        return list(threads().map(_file_mark, (paths[i : i + 256] for i in range(0, len(paths), 256))))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_workers": None}
@@ -248,15 +257,3 @@ class ClassificationDataset(BatchDataset):
     def _describe(self, index: int) -> str:
         image = self.dataset[index][self.image_column] or {}
         return image.get("path") or f"row {index} of {self.name}"
-
-
-def _file_mark(paths: list[str | None]) -> str:
-    return "\n".join(_state(path) for path in paths)
-
-
-def _state(path: str | None) -> str:
-    try:
-        status = os.stat(path or "")
-    except OSError:
-        return f"{path} missing"
-    return f"{path} {status.st_size} {status.st_mtime_ns}"

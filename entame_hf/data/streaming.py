@@ -94,10 +94,6 @@ class StreamingDataset(BatchDataset, IterableDataset):
         for row, item in enumerate(self.dataset):
             yield {"row": row, "epoch": self.epoch, **item}
 
-    def is_ready(self, indices: list[Any]) -> bool:
-        """Tell that nothing is."""
-        return False
-
     def read(self, indices: list[Any], epoch: int = 0, device: torch.device | None = None) -> RawBatch:
         """Decode a batch of what iterating gives.
 

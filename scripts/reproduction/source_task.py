@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -109,8 +111,8 @@ class SourceTask(BatchDataset):
     def __len__(self) -> int:
         return self.count
 
-    def is_ready(self, indices: list[int]) -> bool:
-        return True
+    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], Any]:
+        return partial(self.read, indices, epoch, device)
 
     def read(self, indices: list[int], epoch: int, device: torch.device) -> tuple[list[int], int]:
         return indices, -1 if self.evaluation else epoch

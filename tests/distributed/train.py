@@ -11,7 +11,7 @@ from torch import nn
 from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from conftest import TINY_VIT, RandomImages
+from conftest import TINY_VIT, RandomImages, WaitCounter
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 
@@ -31,7 +31,7 @@ def main(folder: str, options: str) -> None:
     changes = json.loads(options)
     fails_at, batch_norm = changes.pop("fails_at", None), changes.pop("batch_norm", False)
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
-    blind_rank = changes.pop("blind_rank", None)
+    blind_rank, waits = changes.pop("blind_rank", None), WaitCounter() if changes.pop("count_waits", False) else None
     defaults = {"max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no", "use_cpu": True}
     # Before the model: transformers partitions what it loads where the arguments ask for ZeRO-3.
     args = EntameTrainingArguments(folder, disable_tqdm=True, **{**defaults, **changes})
@@ -47,6 +47,8 @@ def main(folder: str, options: str) -> None:
     trainer = EntameTrainer(model, args, train_dataset=RandomImages(count), eval_dataset=RandomImages(22, seed=1))
     if fails_at:
         trainer.add_callback(Failing(fails_at))
+    if waits:
+        trainer.add_callback(waits)
     if args.process_index == blind_rank:
         trainer.energies.watching, trainer.energies.observe = nullcontext, lambda *_: None
     trainer.train(resume_from_checkpoint=resume)
@@ -55,6 +57,7 @@ def main(folder: str, options: str) -> None:
     state = {
         "model": model.state_dict(),
         "log": trainer.state.log_history,
+        "waits": waits and waits.count,
         "stepped": sum(1 for parameter in model.parameters() if trainer.optimizer.state.get(parameter)),
         "predictions": torch.tensor(trainer.predict(trainer.eval_dataset).predictions),
     }
