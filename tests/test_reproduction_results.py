@@ -70,8 +70,11 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path):
 @pytest.mark.parametrize("world", [1, 2, 16])
 def test_processes_share_the_runs(world):
     cells = list(range(100))
-    shares = [Place(rank, world).share(cells) for rank in range(world)]
+    shares = [Place(rank, world).share(cells, lambda cell: cell % 3) for rank in range(world)]
     assert sorted(cell for share in shares for cell in share) == cells
+    assert {len(share) for share in shares} <= {100 // world, 100 // world + 1}
+    kinds = [len({cell % 3 for cell in share}) for share in shares]
+    assert sum(kinds) <= 3 + world - 1
 
 
 @pytest.mark.parametrize(("local_rank", "gpu"), [(0, "5"), (3, "7")])

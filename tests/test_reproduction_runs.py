@@ -151,6 +151,21 @@ def test_the_head_stays_ahead_in_both_phases(tmp_path):
     assert all({1e-3, 1e-2} == set(step["rates"]) for step in noted)
 
 
+@pytest.mark.parametrize("head_lr", [9e-3, "auto"])
+def test_the_head_s_rate_falls_to_the_base_rate(tmp_path, head_lr):
+    noted, _ = train_peer(
+        tmp_path, entame_method="mei", schedule="head_decay", decay_steps=4, head_lr=head_lr, learning_rate=1e-3
+    )
+    *base, head, bias = zip(*(step["rates"] for step in noted), strict=True)
+    assert base
+    assert bias == head
+    assert [list(rates) for rates in base] == [pytest.approx([1e-3] * 9)] * len(base)
+    # Measured before the first step is taken, and after this noted it.
+    peak = 9e-3 if head_lr == 9e-3 else (head[1] - 1e-3 / 4) * 4 / 3
+    assert peak > 2e-3
+    assert head[1:] == pytest.approx([1e-3 + (peak - 1e-3) * max(0, 1 - step / 4) for step in range(1, 9)])
+
+
 def test_fastai_s_schedule(tmp_path):
     """Against fastai's own formulas: one cycle to base_lr, then to half of it, discriminative."""
     base = 2e-3

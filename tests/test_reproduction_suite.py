@@ -145,6 +145,7 @@ def test_a_part_that_is_not_there(read, arguments):
         ("head_rate", 2 * 3 * 3 * 7 * 4),
         ("head_rate_settings", 2 * 2**3 * 6 * 3),
         ("head_rate_sgd", 2 * 2 * 5 * 3),
+        ("head_rate_decay", 2 * 4 * 3 * 6),
         ("recipe", 8 * 2 * 6 * 3 * 6),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -26,12 +27,16 @@ class RunArguments(EntameTrainingArguments):
 
     schedule: str | None = field(
         default=None,
-        metadata={"help": "Train in two phases, as peers do.", "choices": ["lp_ft", "fastai"]},
+        metadata={
+            "help": "Train in two phases, as peers do, or let the head's rate decay.",
+            "choices": ["lp_ft", "fastai", "head_decay"],
+        },
     )
     probe_epochs: int = field(default=1, metadata={"help": "lp_ft: epochs of its first phase."})
     probe_learning_rate: float | None = field(
         default=None, metadata={"help": "lp_ft: learning rate of its first phase; by default the second's."}
     )
+    decay_steps: int = field(default=1, metadata={"help": "head_decay: steps until the head is as slow as the rest."})
     zero_head: bool = field(default=False, metadata={"help": "Set the head to zero before it is kept."})
     max_grad_norm: float = field(default=0.0, metadata={"help": "Clip gradients to this; 0 is off, as in the paper."})
     dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether a smaller last batch is left out."})
@@ -205,8 +210,27 @@ class FastaiFineTune(TwoPhaseTrainer):
         )
 
 
+class DecayingHead(RunTrainer):
+    """Let the head's learning rate fall to the base rate in a straight line, over `decay_steps`.
+
+    A question put to the rule that measures it: the head grows fast because it starts from nothing, which ends.
+    """
+
+    # Whatever the group's peak is, which is measured after this.
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        def factor(group: dict[str, Any], step: int) -> float:
+            end = min(1.0, self.args.learning_rate / group["initial_lr"])
+            return end + (1 - end) * max(0.0, 1 - step / self.args.decay_steps)
+
+        own: Any = self.optimizer
+        factors: list[Any] = [partial(factor, group) for group in own.param_groups]
+        self.lr_scheduler, self._created_lr_scheduler = LambdaLR(own, factors), True
+        return self.lr_scheduler
+
+
 TRAINERS: dict[str | None, type[RunTrainer]] = {
     None: RunTrainer,
     "lp_ft": ProbeThenFineTune,
     "fastai": FastaiFineTune,
+    "head_decay": DecayingHead,
 }

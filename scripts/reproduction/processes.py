@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,9 +30,17 @@ class Place:
     world: int = 1
     store: Any = None
 
-    def share(self, cells: list[Any]) -> list[Any]:
-        """Give this process's share of a list that is the same in every process."""
-        return cells[self.rank :: self.world]
+    def share(self, cells: list[Any], kind: Callable[[Any], Any]) -> list[Any]:
+        """Give this process's share of a list that is the same in every process.
+
+        Runs of one kind stay together: what is done once for all of them is done by few processes.
+
+        Args:
+            cells (`list`): the runs.
+            kind (`Callable`): from a run to what it has in common with others; can be sorted.
+        """
+        start, end = (len(cells) * (self.rank + i) // self.world for i in (0, 1))
+        return sorted(cells, key=kind)[start:end]
 
     def total(self, **counts: int) -> dict[str, int]:
         """Wait for all processes, and add up what each counted.

@@ -59,7 +59,9 @@ def run_suite(name: str, cells: list[Cell], results: Path, place: Place) -> int:
         raise InputError(f"--results {results} cannot be written: {error.strerror}. Give another file.") from error
     transformers.utils.logging.set_verbosity_error()
     finished = done(results)
-    left = [cell for cell in place.share(cells) if cell.identity not in finished]
+    # A model and a data set's images are read once, and cuDNN tries its kernels once for their sizes.
+    share = place.share(cells, lambda cell: (cell.model, cell.dataset))
+    left = [cell for cell in share if cell.identity not in finished]
     common = {"suite": name, **_provenance(place)}
     # Sizes stay the same over many runs: cuDNN may try its kernels instead of guessing which is fast.
     torch.backends.cudnn.benchmark = True
