@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
 from . import __version__
 from .config import EntameConfig
@@ -53,6 +54,12 @@ def saved_config(folder: str | Path) -> EntameConfig | None:
         return None
     with safe_open(str(file), framework="pt") as tensors:
         return EntameConfig.from_dict(json.loads(tensors.metadata()["entame"]))
+
+
+def saved_record(folder: str | Path) -> dict[str, Any]:
+    """Read what a checkpoint's config says of how its model was adapted; nothing where it says nothing."""
+    file = Path(folder, CONFIG_NAME)
+    return (json.loads(file.read_text()).get("entame") if file.exists() else None) or {}
 
 
 def prepare_heads(model: nn.Module, config: EntameConfig) -> None:

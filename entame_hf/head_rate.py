@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from .checkpoint import saved_record
 from .errors import InputError
 from .heads import Head
 from .layers import ZNormLeaf
@@ -100,6 +101,23 @@ class HeadRates(TrainerCallback):
         self._momentum: float | None = None
         # Of each head: how far a step reaches, summed over examples, and their number; None where rates are known.
         self._sums: Tensor | None = None
+
+    def check_resuming(self, folder: str) -> None:
+        """Make sure that the optimizer of a checkpoint has the groups that this run's will have.
+
+        Args:
+            folder (`str`): the checkpoint's.
+
+        Raises:
+            InputError: only one of the two has groups of the heads.
+        """
+        record, peak = saved_record(folder), self.trainer.head_args.peak_head_lr(self.trainer.args.learning_rate)
+        if record and self.trainer.optimizer is None and (record.get("head_lr") is None) != (peak is None):
+            there, here = ("no", "one") if peak is not None else ("a", "none")
+            raise InputError(
+                f"In {folder}, the heads had {there} learning rate of their own, and have {here} in this run. Resume "
+                "with the same head_lr and head_lr_multiplier, or start a new run from it."
+            )
 
     def assign(self, optimizer: Optimizer | AcceleratedOptimizer, ours: bool) -> None:
         """Give the heads their groups and rates, before a scheduler reads them.

@@ -235,6 +235,7 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
 
     def _prepare_resuming(self, folder: str) -> None:
         """Give the heads the structure of a checkpoint's; a model must have it before it is sharded."""
+        self.head_rates.check_resuming(folder)
         config = saved_config(folder)
         if config is None:
             logger.warning_once(f"{folder} was not trained with ENTAME: going on without it.")

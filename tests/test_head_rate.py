@@ -373,6 +373,15 @@ class TestAgain:
         assert [head for _, head in rates.steps] == logged(first) * 2
         assert logged(resumed) == logged(first)
 
+    @pytest.mark.parametrize(
+        ("before", "after", "said"), [("auto", None, "had a .* have none"), (None, 1e-3, "had no")]
+    )
+    def test_switching_it_on_or_off_is_refused(self, tmp_path, tiny_vit, before, after, said):
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2, head_lr=before)
+        train(copy.deepcopy(tiny_vit), args)
+        with pytest.raises(InputError, match=f"{said}.*Resume with the same head_lr"):
+            train(copy.deepcopy(tiny_vit), dataclasses.replace(args, max_steps=4, head_lr=after), resume=True)
+
     def test_out_of_memory_is_tried_again_from_a_new_measurement(self, tmp_path, tiny_vit):
         """With a batch half as large, whose images are other ones."""
         rates = Rates()
