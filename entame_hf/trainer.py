@@ -103,7 +103,8 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
         self.add_callback(self.energies)
         self.add_callback(self.head_rates)
         self._micro_batches: list[int] = []
-        self._mean_batch: Any = 0
+        # Examples of a micro-batch, in a window whose micro-batches differ; None in all others.
+        self._mean_batch: Any = None
 
     @property
     def head_args(self) -> HeadArguments:
@@ -178,8 +179,11 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._micro_batches = [find_batch_size(batch) or 0 for batch in batches]
-        self._mean_batch = sum(self._micro_batches) / max(len(batches), 1)
-        if self.parts_differ:
+        self._mean_batch = None
+        parts_differ = self.parts_differ and self.accelerator.gradient_state.end_of_dataloader
+        if parts_differ or len(set(self._micro_batches)) > 1:
+            self._mean_batch = sum(self._micro_batches) / len(batches)
+        if parts_differ:
             mean = to_device(torch.tensor(self._mean_batch), self.args.device)
             self._mean_batch = self.accelerator.reduce(mean, "mean")
         return batches, num_items
@@ -198,7 +202,7 @@ class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
             loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
         if model.training and self._micro_batches:
             self.base_noise.observe(labels)
-            if self.compute_loss_func is None and (self.parts_differ or len(set(self._micro_batches)) > 1):
+            if self.compute_loss_func is None and self._mean_batch is not None:
                 loss = loss * (examples / self._mean_batch)
             self.energies.observe(outputs, labels)
         return (loss, outputs) if return_outputs else loss
