@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import platform
 import shlex
 import subprocess
@@ -58,6 +59,8 @@ def run_suite(name: str, cells: list[Cell], results: Path, place: Place) -> int:
     except OSError as error:
         raise InputError(f"--results {results} cannot be written: {error.strerror}. Give another file.") from error
     transformers.utils.logging.set_verbosity_error()
+    # What is said of a configuration when it starts would be said in each of its runs.
+    logging.getLogger("entame_hf.start").setLevel(logging.ERROR)
     finished = done(results)
     # A model and a data set's images are read once, and cuDNN tries its kernels once for their sizes.
     share = place.share(cells, lambda cell: (cell.model, cell.dataset))
