@@ -30,9 +30,9 @@ from typing import Any
 import timm
 import torch
 import transformers
-from scaling import scaling
-from step_cost import energy, overhead
-from throughput import first_batch, throughput
+from benchmarks.scaling import scaling
+from benchmarks.step_cost import energy, overhead
+from benchmarks.throughput import first_batch, throughput
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
@@ -161,8 +161,8 @@ def main() -> None:
     feeding.add_argument("--size", type=int, default=224, help="side of the model's images")
     feeding.add_argument("--compile", action="store_true", help="train with torch.compile")
     feeding.add_argument("--images", type=int, default=12800, help="images of an epoch")
-    feeding.add_argument("--epochs", type=int, default=4, help="epochs of each run; the first warms up")
-    feeding.add_argument("--pairs", type=int, default=3, help="runs on the device and of ours, which take turns")
+    feeding.add_argument("--epochs", type=int, default=4, help="scaling: epochs of each run; the first warms up")
+    feeding.add_argument("--pairs", type=int, default=5, help="epochs on the device and of ours, which take turns")
     feeding.add_argument("--augmentations", nargs="+", default=["flip", "random_resized_crop"])
     feeding.add_argument("--workers", nargs="*", type=int, default=[0, 4, os.cpu_count()], help="of the usual way")
     feeding.add_argument("--usual_steps", type=int, default=8, help="steps that the usual way is timed over")

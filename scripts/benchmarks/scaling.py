@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,8 +19,6 @@ from typing import Any
 
 import datasets
 import torch
-from step_cost import BlockTimer
-from throughput import StepClock, draw_images, model_of, training_arguments
 from transformers import TrainerCallback
 
 from entame_hf import EntameTrainer
@@ -28,7 +27,11 @@ from entame_hf.data.workers import cores
 from entame_hf.fold import normalised_heads
 from entame_hf.models import timm_processor
 
-CONFIGURATIONS = Path(__file__).parent / "accelerate"
+from .drawing import draw_images
+from .throughput import model_of, training_arguments
+from .timers import BlockTimer, StepClock
+
+SCRIPTS = Path(__file__).parents[1]
 PASSED_ON = ("size", "batch", "epochs")
 # Steps that are timed as one, and steps before the first of them: the error's energies are measured in the first 20.
 BLOCK, WARM_UP = 5, 25
@@ -52,12 +55,17 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
             configuration = "cpu" if on_cpu else "ddp" if count > 1 else "single_gpu"
             command = [
                 *(sys.executable, "-m", "accelerate.commands.launch"),
-                *("--config_file", str(CONFIGURATIONS / f"{configuration}.yaml"), "--num_processes", str(count)),
-                *(__file__, "--folder", folder, "--model", options.models[0]),
+                *(
+                    "--config_file",
+                    str(SCRIPTS / "accelerate" / f"{configuration}.yaml"),
+                    "--num_processes",
+                    str(count),
+                ),
+                *("--module", "benchmarks.scaling", "--folder", folder, "--model", options.models[0]),
                 *("--images", str(options.images * count), "--blocks", str(2 * options.repeats if last else 0)),
                 *(text for name in PASSED_ON for text in (f"--{name}", str(getattr(options, name)))),
             ]
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(SCRIPTS)})
             measured = json.loads(Path(folder, "measured.json").read_text())
             results[f"images_per_second_{count}"] = measured["rate"]
             if count > 1:

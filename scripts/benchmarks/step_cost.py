@@ -5,35 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
-from throughput import OnDevice, model_of
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 
-
-class StepTimer(TrainerCallback):
-    """Time each step after the first `skip`, with the device's queue empty at its ends."""
-
-    def __init__(self, skip: int) -> None:
-        self.skip = skip
-        self.ends: list[float] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= self.skip:
-            torch.cuda.synchronize()
-            self.ends.append(time.perf_counter())
-
-    def median(self) -> float:
-        """A hiccup of the machine is no step's cost: the median leaves it out."""
-        return median(end - start for start, end in pairwise(self.ends))
+from .throughput import OnDevice, model_of
+from .timers import BlockTimer, StepTimer
 
 
 def train(kind: type[Trainer], options: argparse.Namespace, args: TrainingArguments, timer: TrainerCallback) -> None:
@@ -90,42 +72,6 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
         "ratio_max": max(ratios),
         "pairs": len(pairs),
     }
-
-
-class BlockTimer(TrainerCallback):
-    """Change a setting before each block of steps, in turn, and mark the blocks' ends on the device.
-
-    Args:
-        steps (`int`): how long a block is.
-        skip (`int`): where the first begins.
-        settings (`Mapping[str, Callable]`): by name, what is called before a block; the blocks take turns.
-    """
-
-    def __init__(self, steps: int, skip: int, settings: Mapping[str, Callable[[], Any]]) -> None:
-        self.steps, self.skip, self.settings = steps, skip, settings
-        self.marks: list[Any] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step >= self.skip and state.global_step % self.steps == 0:
-            block = len(self.marks)
-            list(self.settings.values())[block % len(self.settings)]()
-            if args.device.type == "cuda":
-                self.marks.append(torch.cuda.Event(enable_timing=True))
-                self.marks[-1].record()
-            else:
-                self.marks.append(time.perf_counter())
-
-    def milliseconds(self) -> dict[str, list[float]]:
-        """A step of each block, by setting."""
-        if isinstance(self.marks[0], float):
-            blocks = [1e3 * (end - start) for start, end in pairwise(self.marks)]
-        else:
-            torch.cuda.synchronize()
-            blocks = [start.elapsed_time(end) for start, end in pairwise(self.marks)]
-        return {
-            name: [block / self.steps for block in blocks[index :: len(self.settings)]]
-            for index, name in enumerate(self.settings)
-        }
 
 
 def energy(options: argparse.Namespace) -> dict[str, Any]:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import io
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import datasets
-import numpy as np
 import timm
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from entame_hf import EntameTrainer
+from entame_hf.batches import to_device
 from entame_hf.data import (
     Augmentation,
     ClassificationDataset,
@@ -37,24 +34,10 @@ from entame_hf.data import (
 from entame_hf.data.workers import cores
 from entame_hf.models import as_transformers, timm_processor
 
+from .drawing import draw_images
+from .timers import EpochTimer, StepClock
+
 WARM_UP = 8
-
-
-class StepClock(TrainerCallback):
-    """Note when each step ended, with the device's queue empty at the ends that are read."""
-
-    def __init__(self, *read: int) -> None:
-        self.read = read
-        self.ends: dict[int, float] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step in self.read:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.ends[state.global_step] = time.perf_counter()
-
-    def rate(self, batch: int, first: int, last: int) -> float:
-        return batch * (last - first) / (self.ends[last] - self.ends[first])
 
 
 class OnDevice(Dataset):
@@ -73,7 +56,7 @@ class OnDevice(Dataset):
         return index
 
     def collate(self, indices: list[int]) -> dict[str, Tensor]:
-        rows = torch.tensor(indices, device=self.images.device) % len(self.images)
+        rows = to_device(torch.tensor(indices), self.images.device) % len(self.images)
         return {"pixel_values": self.images[rows], "labels": self.labels[rows]}
 
 
@@ -92,50 +75,44 @@ class UsualTransforms(Dataset):
         return {"pixel_values": self.transform(decode_image(row["image"])), "labels": row["label"]}
 
 
-def draw_image(path: Path, width: int, height: int) -> None:
-    """Write an image that compresses as photographs do: smooth fields, texture, shapes and a little noise."""
-    random = np.random.default_rng(int(path.stem))
-    fields = [
-        random.integers(0, 256, (6, 8, 3), dtype=np.uint8),
-        random.integers(0, 256, (94, 125, 3), dtype=np.uint8),
-    ]
-    smooth, texture = (
-        np.asarray(Image.fromarray(field).resize((width, height), Image.Resampling.BICUBIC), np.float32)
-        for field in fields
-    )
-    noisy = smooth + (texture - 128) / 6 + random.normal(0, 4, (height, width, 1))
-    image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-    canvas = ImageDraw.Draw(image)
-    for _ in range(8):
-        x, y, side = (int(random.integers(0, limit)) for limit in (width, height, width // 4 + 1))
-        canvas.ellipse([x, y, x + side, y + side], fill=tuple(int(v) for v in random.integers(0, 256, 3)))
-    # The usual large photograph of a data set, and the usual small picture.
-    options: dict[str, Any] = {"format": "JPEG", "quality": 90} if path.suffix == ".jpg" else {"format": "PNG"}
-    data = io.BytesIO()
-    image.save(data, **options)
-    path.write_bytes(data.getvalue())
+class Turns:
+    """A loader for a training whose epochs are given by several loaders in turn."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders, self.epoch = loaders, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        loader = self.loaders[self.epoch % len(self.loaders)]
+        self.epoch += 1
+        return iter(loader)
+
+    def __len__(self) -> int:
+        return len(self.loaders[0])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loaders[0], name)
 
 
-def draw_images(folder: Path, count: int, size: int) -> None:
-    width, height, suffix = (500, 375, ".jpg") if size > 64 else (size, size, ".png")
-    paths = [folder / str(i % 10) / f"{i}{suffix}" for i in range(count)]
-    for path in paths[:10]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with ProcessPoolExecutor() as pool:
-        list(pool.map(partial(draw_image, width=width, height=height), paths, chunksize=64))
+class TurnsTrainer(EntameTrainer):
+    """Train on `train_dataset` in even epochs, and on ready images in odd ones, loaded as `Trainer` does."""
+
+    ready: OnDevice
+
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(
+            self.ready, self._train_batch_size, shuffle=True, collate_fn=self.ready.collate, drop_last=True
+        )
+        return Turns(super().get_train_dataloader(), self.accelerator.prepare(loader))
 
 
-def train(
-    kind: type[Trainer], options: argparse.Namespace, name: str, data: Any, steps: int, **settings: Any
-) -> StepClock:
+def train_usually(options: argparse.Namespace, name: str, data: Dataset, workers: int) -> float:
+    """Train with `Trainer` for some steps, and give images a second."""
     torch.manual_seed(0)
-    per_epoch = len(data) // options.batch
-    clock = StepClock(*(step for step in (WARM_UP, per_epoch, steps) if step <= steps))
-    collate = settings.pop("collate", None)
-    args = training_arguments(options, steps, **settings)
-    kind(model_of(name, options.size), args, train_dataset=data, data_collator=collate, callbacks=[clock]).train()
-    torch._dynamo.reset()
-    return clock
+    last = WARM_UP + options.usual_steps
+    clock = StepClock(WARM_UP, last)
+    args = training_arguments(options, last, dataloader_num_workers=workers)
+    Trainer(model_of(name, options.size), args, train_dataset=data, callbacks=[clock]).train()
+    return clock.rate(options.batch, WARM_UP, last)
 
 
 def training_arguments(options: argparse.Namespace, steps: int, **settings: Any) -> TrainingArguments:
@@ -165,9 +142,9 @@ def model_of(name: str, size: int) -> Any:
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Train each model on images from the device (a), through Trainer's usual transforms (b) and through ours (c).
 
-    All in one process. Ours decodes in its first epoch, which is given apart, and has the images in its cache
-    afterwards: then runs of (a) and (c) take turns, because machines change their pace, and each pair gives a ratio.
-    Each run's first epoch warms up; between epochs, the first batch is waited for, which is counted.
+    (a) and (c) are epochs of one training that take turns, because machines change their pace, and each pair of them
+    gives a ratio. An epoch includes the wait for its first batch. Ours decodes in its first epoch, which is given
+    apart, and has the images in its cache afterwards; the next epoch of each warms up.
     """
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -189,39 +166,40 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, Any]:
     processor = set_image_size(timm_processor(model_of(name, options.size)), options.size)
-    epoch = len(rows) // options.batch
-    last = epoch * options.epochs
-    on_device = OnDevice(epoch * options.batch, options.size)
     figures: dict[str, Any] = {}
     for augmentation in options.augmentations:
         whole = augmentation == "random_resized_crop"
         preparation = Preparation(processor, exact=False, whole=whole)
         ours = ClassificationDataset(rows, "image", "label", preparation, Augmentation(augmentation))
-        feed = {"dataloader_num_workers": cores()}
-        clock = train(EntameTrainer, options, name, ours, epoch, **feed)
-        figures[f"ours_{augmentation}_first_epoch"] = clock.rate(options.batch, WARM_UP, epoch)
-        pairs = []
-        for _ in range(options.pairs):
-            ready = train(
-                EntameTrainer, options, name, on_device, last, collate=on_device.collate, dataloader_pin_memory=False
-            )
-            pairs.append(
-                [
-                    clock.rate(options.batch, epoch, last)
-                    for clock in (ready, train(EntameTrainer, options, name, ours, last, **feed))
-                ]
-            )
-        figures["device"] = median(ready for ready, _ in pairs)
-        figures[f"ours_{augmentation}"] = median(fed for _, fed in pairs)
-        figures[f"ours_{augmentation}_over_device"] = [fed / ready for ready, fed in pairs]
+        figures |= {f"{key}_{augmentation}": value for key, value in take_turns(options, name, ours).items()}
         print(name, figures, flush=True)
     usual = UsualTransforms(rows, evaluation_transform(processor))
     for workers in options.workers:
-        steps = WARM_UP + options.usual_steps
-        clock = train(Trainer, options, name, usual, steps, dataloader_num_workers=workers)
-        figures[f"usual_{workers}_workers"] = clock.rate(options.batch, WARM_UP, steps)
+        figures[f"usual_{workers}_workers"] = train_usually(options, name, usual, workers)
         print(name, figures, flush=True)
     return figures
+
+
+def take_turns(options: argparse.Namespace, name: str, ours: ClassificationDataset) -> dict[str, Any]:
+    """Train on ours and on ready images, one epoch after the other."""
+    torch.manual_seed(0)
+    epoch = len(ours) // options.batch
+    steps = epoch * (3 + 2 * options.pairs)
+    clock, timer = StepClock(WARM_UP, epoch), EpochTimer()
+    args = training_arguments(options, steps, dataloader_num_workers=cores(), dataloader_pin_memory=False)
+    trainer = TurnsTrainer(model_of(name, options.size), args, train_dataset=ours, callbacks=[clock, timer])
+    trainer.ready = OnDevice(epoch * options.batch, options.size)
+    trainer.train()
+    torch._dynamo.reset()
+    # Without the end of the first epoch and the two that warm up.
+    device, fed = (timer.ends.milliseconds()[start::2] for start in (2, 3))
+    images = 1e3 * epoch * options.batch
+    return {
+        "first_epoch": clock.rate(options.batch, WARM_UP, epoch),
+        "device": images / median(device),
+        "ours": images / median(fed),
+        "ours_over_device": [a / b for a, b in zip(device, fed, strict=True)],
+    }
 
 
 def first_batch(options: argparse.Namespace) -> dict[str, Any]:
