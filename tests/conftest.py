@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import shutil
 import tempfile
@@ -181,6 +182,20 @@ def calls_to_host(monkeypatch) -> Counter:
 
         monkeypatch.setattr(torch.Tensor, name, counted)
     return calls
+
+
+def search_learning_rate(kind: type[EntameTrainer], args: object, model: nn.Module) -> None:
+    """Let a trainer try three learning rates on copies of a model."""
+    trainer = kind(
+        args=args,
+        model_init=lambda: copy.deepcopy(model),
+        train_dataset=RandomImages(32),
+        eval_dataset=RandomImages(16),
+    )
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-2, log=True)},
+        n_trials=3,
+    )
 
 
 class WaitCounter(TrainerCallback):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY_VIT, OutOfMemoryTrainer, RandomImages
+from conftest import TINY_VIT, OutOfMemoryTrainer, RandomImages, search_learning_rate
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -406,16 +406,7 @@ class TestAgain:
                     seen.append((self.args.learning_rate, logs["head_lr"]))
                 super().log(logs, *args, **kwargs)
 
-        trainer = Watched(
-            args=arguments(tmp_path, eval_strategy="epoch"),
-            model_init=lambda: copy.deepcopy(tiny_vit),
-            train_dataset=RandomImages(32),
-            eval_dataset=RandomImages(16),
-        )
-        trainer.hyperparameter_search(
-            hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-2, log=True)},
-            n_trials=3,
-        )
+        search_learning_rate(Watched, arguments(tmp_path, eval_strategy="epoch"), tiny_vit)
         assert len({base for base, _ in seen}) == 3
         assert len({head for _, head in seen}) == 1
         # Numbers come as strings where the arguments start from one.

@@ -4,7 +4,7 @@ import math
 import pytest
 import timm
 import torch
-from conftest import OutOfMemoryTrainer, RandomImages
+from conftest import OutOfMemoryTrainer, RandomImages, search_learning_rate
 from transformers import Trainer, TrainingArguments
 
 from entame_hf import (
@@ -170,16 +170,7 @@ class TestHead:
                 stds.append(head_of(self.model).weight.std().item() / self.args.learning_rate)
                 return super().create_optimizer(*args)
 
-        trainer = Watched(
-            args=arguments(tmp_path, noise_lambda=100.0, eval_strategy="epoch"),
-            model_init=lambda: copy.deepcopy(tiny_vit),
-            train_dataset=RandomImages(32),
-            eval_dataset=RandomImages(16),
-        )
-        trainer.hyperparameter_search(
-            hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-5, 1e-2, log=True)},
-            n_trials=3,
-        )
+        search_learning_rate(Watched, arguments(tmp_path, noise_lambda=100.0, eval_strategy="epoch"), tiny_vit)
         assert stds == pytest.approx([10] * 3, rel=0.15)
 
     def test_an_adapted_model_is_not_wiped(self, tmp_path, tiny_vit):

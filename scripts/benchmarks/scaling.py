@@ -1,6 +1,6 @@
 """How a training scales over the GPUs of one host, and what feature statistics of the global batch cost there.
 
-`scripts/benchmark.py scaling` starts this file in one process a GPU.
+`scripts/benchmark.py scaling` starts this module in one process a GPU.
 """
 
 from __future__ import annotations
@@ -48,24 +48,22 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
     most = 2 if on_cpu else torch.cuda.device_count()
     counts = [count for count in (1, 2, 4, 8) if count <= most]
     results: dict[str, Any] = {"model": options.models[0], **{name: getattr(options, name) for name in PASSED_ON}}
+    paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory() as folder:
         draw_images(Path(folder) / "images", options.images * counts[-1], options.size)
         for count in counts:
             last = count == counts[-1] and count > 1
-            configuration = "cpu" if on_cpu else "ddp" if count > 1 else "single_gpu"
+            name = "cpu" if on_cpu else "ddp" if count > 1 else "single_gpu"
+            configuration = str(SCRIPTS / "accelerate" / f"{name}.yaml")
             command = [
                 *(sys.executable, "-m", "accelerate.commands.launch"),
-                *(
-                    "--config_file",
-                    str(SCRIPTS / "accelerate" / f"{configuration}.yaml"),
-                    "--num_processes",
-                    str(count),
-                ),
+                *("--config_file", configuration, "--num_processes", str(count)),
                 *("--module", "benchmarks.scaling", "--folder", folder, "--model", options.models[0]),
                 *("--images", str(options.images * count), "--blocks", str(2 * options.repeats if last else 0)),
                 *(text for name in PASSED_ON for text in (f"--{name}", str(getattr(options, name)))),
             ]
-            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(SCRIPTS)})
+            subprocess.run(command, check=True, env=environment)
             measured = json.loads(Path(folder, "measured.json").read_text())
             results[f"images_per_second_{count}"] = measured["rate"]
             if count > 1:
@@ -102,29 +100,31 @@ def worker(options: argparse.Namespace) -> None:
     epoch = len(data) // (options.batch * args.world_size)
     args.max_steps = epoch * options.epochs
     clock = StepClock(epoch, args.max_steps)
-    train(options, args, data, clock)
+    trainer_of(options, args, data, clock).train()
     measured: dict[str, Any] = {"rate": clock.rate(options.batch * args.world_size, epoch, args.max_steps)}
     if options.blocks:
         # The last has none after it that it could be compared with: there is one more.
         args.max_steps = WARM_UP + BLOCK * (options.blocks + 1) + 1
-        timer = BlockTimer(BLOCK, WARM_UP, {})
-        train(options, args, data, timer)
+        trainer = trainer_of(options, args, data)
+        settings = {"own": partial(synchronise, trainer, False), "together": partial(synchronise, trainer, True)}
+        timer = BlockTimer(BLOCK, WARM_UP, settings)
+        trainer.add_callback(timer)
+        trainer.train()
         measured["milliseconds"] = timer.milliseconds()
     if args.process_index == 0:
         Path(options.folder, "measured.json").write_text(json.dumps(measured))
 
 
-def train(options: argparse.Namespace, args: Any, data: Any, callback: TrainerCallback) -> None:
+def trainer_of(options: argparse.Namespace, args: Any, data: Any, *callbacks: TrainerCallback) -> EntameTrainer:
     torch.manual_seed(0)
-    trainer = EntameTrainer(model_of(options.model, options.size), args, train_dataset=data, callbacks=[callback])
+    model = model_of(options.model, options.size)
+    return EntameTrainer(model, args, train_dataset=data, callbacks=list(callbacks))
 
-    def take_statistics(sync: bool) -> None:
-        for _, leaf in normalised_heads(trainer.model):
-            leaf.znorm.sync = sync
 
-    if isinstance(callback, BlockTimer):
-        callback.settings = {"own": partial(take_statistics, False), "together": partial(take_statistics, True)}
-    trainer.train()
+def synchronise(trainer: EntameTrainer, sync: bool) -> None:
+    """Say whether feature statistics are those of the global batch from now on."""
+    for _, leaf in normalised_heads(trainer.model):
+        leaf.znorm.sync = sync
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def train_usually(options: argparse.Namespace, name: str, data: Dataset, workers
     clock = StepClock(WARM_UP, last)
     args = training_arguments(options, last, dataloader_num_workers=workers)
     Trainer(model_of(name, options.size), args, train_dataset=data, callbacks=[clock]).train()
+    torch._dynamo.reset()
     return clock.rate(options.batch, WARM_UP, last)
 
 
