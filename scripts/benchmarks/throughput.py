@@ -108,12 +108,14 @@ class TurnsTrainer(EntameTrainer):
 def train_usually(options: argparse.Namespace, name: str, data: Dataset, workers: int) -> float:
     """Train with `Trainer` for some steps, and give images a second."""
     torch.manual_seed(0)
-    last = WARM_UP + options.usual_steps
-    clock = StepClock(WARM_UP, last)
+    # Each worker has two batches ready before the first step, which would be counted as if they had taken no time.
+    first = WARM_UP + 2 * workers
+    last = first + max(options.usual_steps, 4 * workers)
+    clock = StepClock(first, last)
     args = training_arguments(options, last, dataloader_num_workers=workers)
     Trainer(model_of(name, options.size), args, train_dataset=data, callbacks=[clock]).train()
     torch._dynamo.reset()
-    return clock.rate(options.batch, WARM_UP, last)
+    return clock.rate(options.batch, first, last)
 
 
 def training_arguments(options: argparse.Namespace, steps: int, **settings: Any) -> TrainingArguments:
