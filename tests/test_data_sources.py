@@ -143,6 +143,37 @@ def test_labels_without_names_are_encoded(load, labels, dtype, names):
     assert splits.train.features["labels"] == ClassLabel(names=names)
 
 
+B_A, STRINGS = ClassLabel(names=["b", "a"]), Value("string")
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "names"),
+    [
+        (table([0, 1], ClassLabel(names=["a", "b"])), table([0, 1, 0], B_A), ["a", "b"]),
+        (table([0, 1, 2], ClassLabel(names=["c", "a", "b"])), table([0, 1, 0], B_A), ["c", "a", "b"]),
+        (table([0, 1], ClassLabel(names=["a", "b"])), table([1, 2, 1], ClassLabel(names=["c", "b", "a"])), ["a", "b"]),
+        (table(["a", "b"], STRINGS), table([0, 1, 0], B_A), ["a", "b"]),
+        (table([0, 1], B_A), table(["b", "a", "b"], STRINGS), ["b", "a"]),
+        (table([1, 20], Value("int64")), table([20, 1, 20], Value("int32")), ["1", "20"]),
+    ],
+    ids=["other_order", "fewer", "more_but_unused", "string_and_label", "label_and_string", "integers"],
+)
+def test_parts_are_matched_by_the_names_of_classes(load, train, test, names):
+    splits = load({"train": train, "test": test})
+    assert splits.class_names == names
+    assert splits.train.features == splits.evaluation.features
+    told = [names[i] for i in splits.evaluation["label"]]
+    assert told == (["20", "1", "20"] if names[0] == "1" else ["b", "a", "b"])
+    assert ids(splits.evaluation) == {b"junk 0", b"junk 1", b"junk 2"}
+
+
+def test_parts_of_the_same_classes_are_left_as_they_are(load):
+    data = {"train": table([0, 1, 2]), "test": table([2, 1])}
+    splits = load(data)
+    undecoded = data["test"].select_columns(["image", "label"]).cast_column("image", Image(decode=False))
+    assert splits.evaluation._fingerprint == undecoded._fingerprint
+
+
 def test_names_of_absent_classes_are_kept(load):
     assert load(table([0, 0, 2, 2])).class_names == ["cat", "dog", "owl"]
 
@@ -216,6 +247,21 @@ ERRORS = {
         {"train": table(["a", "b"], Value("string")), "test": table(["a", "zz"], Value("string"))},
         {},
         "'zz'",
+    ),
+    "more_classes": (
+        {"train": table([0, 1], ClassLabel(names=["a", "b"])), "test": table([0, 1, 2])},
+        {},
+        "3 of the classes of split 'test' are not among those of 'train': 'cat', 'dog', 'owl'. 'train' has 'a', 'b'",
+    ),
+    "unlabelled_test_of_other_names": (
+        {"train": table(["a", "b"], Value("string")), "test": table([-1, 0], ClassLabel(names=["a"]))},
+        {},
+        "1 of 2 images of split 'test' have no label",
+    ),
+    "no_label_in_test": (
+        {"train": table([0, 1]), "test": table([0, 1], column="kind")},
+        {},
+        "--label_column_name label: no such column. Columns: image, kind",
     ),
     "one_class": (table([1, 1, 1]), {}, "one class only to train on, 'dog'"),
     "single_images": (table([0, 1, 2]), {}, "single image"),

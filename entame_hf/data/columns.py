@@ -1,6 +1,7 @@
 """Find the image and the label column of a dataset, and turn labels into class indices."""
 
 import os
+from textwrap import shorten
 
 import datasets
 import pyarrow as pa
@@ -67,14 +68,14 @@ def find_label_column(features: Features, name: str | None = None) -> str:
 
 
 def encode_labels(parts: dict[str, Dataset], column: str) -> tuple[dict[str, Dataset], list[str]]:
-    """Turn the label column of all parts into one `datasets.ClassLabel`.
+    """Turn the label column of all parts into one `datasets.ClassLabel`, the first part's.
 
     Strings are sorted as strings ("10" before "2"), integers as numbers. A `datasets.ClassLabel` keeps its
-    names.
+    names. Parts are matched by the names of their classes, whatever the codes that each has for them.
 
     Args:
         parts (`dict[str, datasets.Dataset]`):
-            The splits, by the name that the user knows them by.
+            The splits, by the name that the user knows them by; first the one to train on.
         column (`str`):
             The label column.
 
@@ -82,36 +83,61 @@ def encode_labels(parts: dict[str, Dataset], column: str) -> tuple[dict[str, Dat
         `tuple[dict[str, datasets.Dataset], list[str]]`: The parts, encoded, and the names of the classes.
 
     Raises:
-        InputError: If a label is missing: None, or -1 in a `datasets.ClassLabel`.
+        InputError: If a label is missing (None, or -1 in a `datasets.ClassLabel`), or if a part has a class that
+            the first one lacks.
     """
     values = {part: label_values(dataset, column) for part, dataset in parts.items()}
-    feature = next(iter(parts.values())).features[column]
     for part, array in values.items():
         missing = array.null_count
-        if isinstance(feature, ClassLabel):
+        if isinstance(parts[part].features[column], ClassLabel):
             missing += pc.sum(pc.less(array, 0)).as_py() or 0
         if missing:
             raise InputError(
                 f"{missing:,} of {len(array):,} images of split {part!r} have no label in column {column!r}. "
                 "Remove them, or choose other splits with --train_split and --eval_split."
             )
-    if isinstance(feature, ClassLabel):
-        return parts, list(feature.names)
-
-    classes = sorted({value for array in values.values() for value in pc.unique(array).to_pylist()})
-    names = [str(value) for value in classes]
+    first = next(iter(parts))
+    feature = parts[first].features[column]
+    if not isinstance(feature, ClassLabel):
+        feature = ClassLabel(names=[str(value) for value in sorted(pc.unique(values[first]).to_pylist())])
     encoded = {}
     for part, dataset in parts.items():
-        codes = pc.index_in(values[part], value_set=pa.array(classes, type=values[part].type))
-        encoded[part] = dataset.remove_columns(column).add_column(
-            column, codes.cast(pa.int64()).to_pylist(), feature=ClassLabel(names=names)
+        if dataset.features[column] != feature:
+            codes = _codes_by_name(values[part], dataset.features[column], feature.names, part, first)
+            dataset = dataset.remove_columns(column).add_column(column, codes, feature=feature)
+        encoded[part] = dataset
+    return encoded, list(feature.names)
+
+
+def _codes_by_name(values: pa.ChunkedArray, feature: object, names: list[str], part: str, first: str) -> list[int]:
+    classes = pc.unique(values)
+    own = [feature.names[v] if isinstance(feature, ClassLabel) else str(v) for v in classes.to_pylist()]
+    code = {name: i for i, name in enumerate(names)}
+    unknown = [repr(name) for name in sorted(own) if name not in code]
+    if unknown:
+        raise InputError(
+            f"{len(unknown)} of the classes of split {part!r} are not among those of {first!r}: "
+            f"{shorten(', '.join(unknown), 200, placeholder=' ...')}. {first!r} has "
+            f"{shorten(', '.join(map(repr, names)), 200, placeholder=' ...')}. Name them alike, or name another "
+            "--eval_split."
         )
-    return encoded, names
+    return pa.array([code[name] for name in own]).take(pc.index_in(values, value_set=classes)).to_pylist()
 
 
 def label_values(dataset: Dataset, column: str) -> pa.ChunkedArray:
     """Give a column as Arrow holds it, without touching the images beside it."""
     return dataset.select_columns([column]).with_format("arrow")[:].column(column)
+
+
+def count_classes(feature: object, column: str, count: int | None = None) -> int:
+    """Count the classes of a label column: so many as are given, else as its `ClassLabel` names.
+
+    Raises:
+        InputError: If neither says.
+    """
+    if count is None and not isinstance(feature, ClassLabel):
+        raise InputError(f"Column {column!r} names no classes. Say how many there are: num_classes=10.")
+    return feature.num_classes if count is None else count  # type: ignore[attr-defined]
 
 
 def _require_column(features: Features, name: str, flag: str) -> None:
@@ -161,22 +187,23 @@ def file_marks(dataset: Dataset, image_column: str) -> list[str]:
     Returns:
         `list[str]`: equal as long as no file changes; empty where the images are in the dataset.
     """
-    first = dataset[0][image_column] if len(dataset) else None
-    if not first or first.get("bytes") is not None:
-        return []
-    images = label_values(dataset, image_column)
-    paths = [path for chunk in images.chunks for path in chunk.field("path").to_pylist()]
+    # Of the whole table, as it lies on disk: choosing rows would copy the images that are in it.
+    images = dataset.data.column(image_column)
+    files = pc.if_else(pc.is_null(pc.struct_field(images, "bytes")), pc.struct_field(images, "path"), None)
+    if dataset._indices is not None:
+        files = files.take(dataset._indices.column(0))
+    paths = files.drop_null().to_pylist()
     # Many at once: what lies on a network is waited for side by side.
     return list(threads().map(_file_mark, (paths[i : i + 256] for i in range(0, len(paths), 256))))
 
 
-def _file_mark(paths: list[str | None]) -> str:
+def _file_mark(paths: list[str]) -> str:
     return "\n".join(_state(path) for path in paths)
 
 
-def _state(path: str | None) -> str:
+def _state(path: str) -> str:
     try:
-        status = os.stat(path or "")
+        status = os.stat(path)
     except OSError:
         return f"{path} missing"
     return f"{path} {status.st_size} {status.st_mtime_ns}"

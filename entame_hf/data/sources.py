@@ -128,12 +128,13 @@ def split_dataset(
     train_name, eval_name = choose_splits(loaded, train_split, eval_split)
     names = list(dict.fromkeys(name for name in (train_name, eval_name) if name is not None))
 
-    features = loaded[names[0]].features
-    image_column = find_image_column(features, image_column)
-    label_column = find_label_column(features, label_column)
+    image_column = find_image_column(loaded[names[0]].features, image_column)
+    label_column = find_label_column(loaded[names[0]].features, label_column)
     if image_column == label_column:
         raise InputError(f"Column {image_column!r} cannot hold both the images and the labels.")
     for name in names:
+        find_image_column(loaded[name].features, image_column)
+        find_label_column(loaded[name].features, label_column)
         if not len(loaded[name]):
             raise InputError(f"Split {name!r} is empty. Choose others with --train_split and --eval_split.")
     # Undecoded, so that a broken image fails where it can be skipped, not where rows are read.
