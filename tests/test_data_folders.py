@@ -42,7 +42,7 @@ def test_classes_at_the_top_are_one_split(tree):
     assert loaded["train"].features["image"] == datasets.Image(decode=False)
 
 
-@pytest.mark.parametrize("validation", ["validation", "val", "valid", "Val"])
+@pytest.mark.parametrize("validation", ["validation", "val", "valid", "Val", "dev", "eval", "evaluation"])
 def test_split_folders_are_splits(tree, validation):
     root = tree("train/a/1.jpg", "train/b/1.jpg", f"{validation}/b/2.jpg", "test/a/3.jpg")
     loaded = load_image_folder(root)
@@ -54,11 +54,12 @@ def test_split_folders_are_splits(tree, validation):
 @pytest.mark.parametrize(
     ("paths", "classes"),
     [
-        (["train/x/1.jpg", "test/x/1.jpg", "car/x/1.jpg"], ["car", "test", "train"]),
+        (["train/x/1.jpg", "test/y/1.jpg", "car/z/1.jpg"], ["car", "test", "train"]),
+        (["train/1.jpg", "test/1.jpg", "car/x/1.jpg", "bus/x/1.jpg"], ["bus", "car", "test", "train"]),
         (["train/1.jpg", "test/1.jpg"], ["test", "train"]),
         (["val/x/1.jpg", "test/y/1.jpg"], ["test", "val"]),
     ],
-    ids=["another_class_beside", "images_directly_inside", "no_train"],
+    ids=["another_class_beside", "flat_beside_others", "images_directly_inside", "no_train"],
 )
 def test_split_names_may_be_classes(tree, paths, classes):
     assert names(load_image_folder(tree(*paths))["train"]) == classes
@@ -132,6 +133,11 @@ def test_a_class_may_be_missing_or_empty_in_test(tree):
         (["train/a/1.jpg", "train/b/1.jpg", "test/a/1.txt"], "split 'test'"),
         (["train/a/1.jpg", "train/b/1.jpg", "test/1.jpg"], "test holds no class folders"),
         (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "valid/a/1.jpg"], "are the same split"),
+        (
+            ["Train/a/1.jpg", "Train/b/1.jpg", "held/b/1.jpg"],
+            "Train and held beside it both hold a folder 'b'.*no split is called held.*Splits: train, validation",
+        ),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/b/1.jpg", "extra/1.jpg"], "no split is called extra"),
     ],
     ids=[
         "one_class",
@@ -143,6 +149,8 @@ def test_a_class_may_be_missing_or_empty_in_test(tree):
         "empty_split",
         "flat_test",
         "split_twice",
+        "split_of_another_name",
+        "folder_beside_splits",
     ],
 )
 def test_what_cannot_be_used_is_named(tree, paths, message):

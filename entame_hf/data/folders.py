@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+from textwrap import shorten
 
 import datasets
 
@@ -17,6 +18,9 @@ _SPLITS = {
     "validation": "validation",
     "val": "validation",
     "valid": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "evaluation": "validation",
     "test": "test",
 }
 _LAYOUT = "Put images in DATA_DIR/CLASS/ or in DATA_DIR/train/CLASS/ and DATA_DIR/test/CLASS/"
@@ -26,11 +30,11 @@ def load_image_folder(data_dir: str | os.PathLike[str]) -> datasets.DatasetDict:
     """Scan a folder of images into datasets, without opening an image.
 
     Two layouts are read: `data_dir/CLASS/*.jpg`, which gives one split, "train", and
-    `data_dir/{train,validation,test}/CLASS/*.jpg` ("val" and "valid" mean "validation"). Folders are splits
-    only if all of data_dir's have such names, "train" among them, and hold folders themselves; otherwise they
-    are classes. Images may lie deeper inside a class folder and links are followed; hidden files, `__MACOSX`
-    and files without an image's suffix are ignored. Classes are sorted by name as plain strings: "10" before
-    "2".
+    `data_dir/{train,validation,test}/CLASS/*.jpg` ("val", "valid", "dev", "eval" and "evaluation" mean
+    "validation"). Folders are splits only if all of data_dir's have such names, "train" among them, and hold
+    folders themselves; otherwise they are classes. Images may lie deeper inside a class folder and links are
+    followed; hidden files, `__MACOSX` and files without an image's suffix are ignored. Classes are sorted by name
+    as plain strings: "10" before "2".
 
     Args:
         data_dir (`str` or `os.PathLike`):
@@ -42,7 +46,8 @@ def load_image_folder(data_dir: str | os.PathLike[str]) -> datasets.DatasetDict:
 
     Raises:
         InputError: If the folder can't be read, holds no image or one class only, if a class folder of train
-            holds no image, or if another split has a class that train lacks.
+            holds no image, if another split has a class that train lacks, or if a folder of another name lies
+            beside splits.
 
     Example:
 
@@ -87,7 +92,10 @@ def load_image_folder(data_dir: str | os.PathLike[str]) -> datasets.DatasetDict:
 
 def _split_folders(root: str) -> dict[str, str]:
     names = _subfolders(root)
-    if "train" not in {name.lower() for name in names} or not {name.lower() for name in names} <= _SPLITS.keys():
+    if "train" not in {name.lower() for name in names}:
+        return {"train": root}
+    if not {name.lower() for name in names} <= _SPLITS.keys():
+        _refuse_splits(root, names)
         return {"train": root}
     folders = {name: os.path.join(root, name) for name in names}
     flat = [name for name, folder in folders.items() if not _subfolders(folder)]
@@ -102,6 +110,21 @@ def _split_folders(root: str) -> dict[str, str]:
         if other != folder:
             raise InputError(f"{other} and {folder} are the same split. Keep one of the two.")
     return splits
+
+
+def _refuse_splits(root: str, names: list[str]) -> None:
+    """Refuse folders whose own folders repeat those of train: splits, which would be trained on as classes."""
+    train = next(name for name in names if name.lower() == "train")
+    classes = _subfolders(os.path.join(root, train))
+    for other in names if classes else []:
+        shared = sorted({*classes} & {*_subfolders(os.path.join(root, other))}) if other != train else []
+        if shared:
+            strange = ", ".join(name for name in names if name.lower() not in _SPLITS)
+            raise InputError(
+                f"{os.path.join(root, train)} and {other} beside it both hold a folder {shared[0]!r}, as splits do, "
+                f"but no split is called {shorten(strange, 200, placeholder=' ...')}. Splits: {', '.join(_SPLITS)}. "
+                f"Rename or remove the others; if {train!r} is a class, put its images right into its folder."
+            )
 
 
 def _class_names(root: str, splits: dict[str, dict[str, list[str]]]) -> list[str]:
