@@ -1,5 +1,6 @@
 """The fast way to decode gives what the careful one gives, and leaves to it what it can't be trusted with."""
 
+import struct
 from io import BytesIO
 
 import numpy as np
@@ -24,6 +25,26 @@ def jpeg(mode: str = "RGB", orientation: int | None = None, **options) -> bytes:
     return buffer.getvalue()
 
 
+def exif(orientation: int, order: str, kind: str) -> bytes:
+    """Write EXIF with one entry by hand: Pillow writes neither big-endian nor long ones."""
+    code = {"H": 3, "I": 4}[kind]
+    value = struct.pack(order + kind, orientation).ljust(4, b"\0")
+    mark = b"II*\0" if order == "<" else b"MM\0*"
+    return b"Exif\0\0" + mark + struct.pack(order + "IHHHI", 8, 1, 0x0112, code, 1) + value + bytes(4)
+
+
+def xmp(orientation: int) -> bytes:
+    return b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>' % orientation
+
+
+def late_app1(data: bytes) -> bytes:
+    """Move the EXIF behind the frame's header."""
+    start = data.index(b"\xff\xe1")
+    end = start + 2 + int.from_bytes(data[start + 2 : start + 4])
+    scan = data.index(b"\xff\xda", end)
+    return data[:start] + data[end:scan] + data[start:end] + data[scan:]
+
+
 JPEGS = {
     "rgb": jpeg(),
     "grey": jpeg("L"),
@@ -34,6 +55,13 @@ JPEGS = {
     "comment": jpeg(comment=b"\xff\xd9 in a comment"),
     "zeros_after": jpeg() + b"\0" * 20,
     **{f"orientation_{n}": jpeg(orientation=n) for n in range(1, 9)},
+    **{f"orientation_6{o}{kind}": jpeg(exif=exif(6, o, kind)) for o in "<>" for kind in "HI"},
+    "orientation_late": late_app1(jpeg(orientation=6)),
+    "orientation_xmp": jpeg(xmp=xmp(6)),
+    "orientation_xmp_beside_exif": jpeg(xmp=xmp(8), exif=Image.Exif()),
+    "upright_xmp": jpeg(xmp=xmp(1)),
+    "exif_first": jpeg(xmp=xmp(6), exif=exif(1, "<", "H")),
+    "out_of_range": jpeg(exif=exif(9, ">", "H")),
 }
 UNCOMMON = {"cmyk", "kept_rgb"}
 

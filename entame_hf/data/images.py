@@ -62,7 +62,7 @@ def decode_image(value: Any) -> Image.Image:
 
 
 def decode_pixels(value: Any) -> Tensor:
-    """Decode an image to the pixels that [`decode_image`] gives, faster where it is a common JPEG.
+    """Decode an image to the pixels that [`decode_image`] gives, faster where it is a common JPEG, stored upright.
 
     Those go through libjpeg-turbo without Pillow's copies and without holding Python's lock, so that threads decode
     side by side. Everything else goes through [`decode_image`].
@@ -77,10 +77,11 @@ def decode_pixels(value: Any) -> Tensor:
         UnreadableImageError: If it can't be decoded.
     """
     data = encoded_bytes(value)
-    if data is not None and common_jpeg(data):
+    header = common_jpeg(data) if data else None
+    if data and header and header.upright:
         try:
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            return decode_jpeg(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+            return decode_jpeg(encoded, mode=ImageReadMode.RGB)
         # Pillow has the last word on what can be read, and the better message.
         except RuntimeError:
             pass

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
 _START, _END = b"\xff\xd8", b"\xff\xd9"
-_BASELINE, _EXTENDED, _PROGRESSIVE, _EXIF, _ADOBE = 0xC0, 0xC1, 0xC2, 0xE1, 0xEE
+_BASELINE, _EXTENDED, _PROGRESSIVE, _SCAN, _APP1, _ADOBE = 0xC0, 0xC1, 0xC2, 0xDA, 0xE1, 0xEE
 _ORIENTATION = 0x0112
 
 
@@ -18,7 +18,7 @@ class JpegHeader(NamedTuple):
 
     Attributes:
         height, width (`int`): Of the image as it is stored.
-        upright (`bool`): Whether it is shown as it is stored.
+        upright (`bool`): Whether it is shown as it is stored, by EXIF and XMP as Pillow reads them.
     """
 
     height: int
@@ -39,17 +39,19 @@ def common_jpeg(data: bytes) -> JpegHeader | None:
     """
     if not data.startswith(_START) or not data[-64:].rstrip(b"\0").endswith(_END):
         return None
-    upright, position = True, 2
+    size, tagged, position = (0, 0), False, 2
     while position + 20 < len(data) and data[position] == 0xFF:
         kind, length = data[position + 1], int.from_bytes(data[position + 2 : position + 4])
         body = data[position + 4 : position + 20]
+        if kind == _SCAN:
+            small = 0 < size[0] * size[1] <= (Image.MAX_IMAGE_PIXELS or float("inf"))
+            return JpegHeader(*size, not tagged or _upright(data)) if small else None
         if kind in (_BASELINE, _EXTENDED, _PROGRESSIVE):
-            height, width, components = int.from_bytes(body[1:3]), int.from_bytes(body[3:5]), body[5]
-            usual = body[0] == 8 and components in (1, 3) and body[6] != ord("R") and height and width
-            small = height * width <= (Image.MAX_IMAGE_PIXELS or float("inf"))
-            return JpegHeader(height, width, upright) if usual and small else None
-        if kind == _EXIF and body.startswith(b"Exif"):
-            upright = _upright(data)
+            size = int.from_bytes(body[1:3]), int.from_bytes(body[3:5])
+            if body[0] != 8 or body[5] not in (1, 3) or body[6] == ord("R"):
+                return None
+        # EXIF or XMP.
+        tagged = tagged or kind == _APP1
         # Transform 0: channels that are no YCbCr.
         if kind == _ADOBE and body.startswith(b"Adobe") and body[11] == 0:
             return None
@@ -79,7 +81,8 @@ def decode_on_gpu(images: list[bytes], device: torch.device) -> list[Tensor] | N
 def _upright(data: bytes) -> bool:
     try:
         with Image.open(BytesIO(data)) as image:
-            return image.getexif().get(_ORIENTATION, 1) == 1
+            # The rule of ImageOps.exif_transpose: any other value says nothing.
+            return image.getexif().get(_ORIENTATION) not in range(2, 9)
     # Pillow's readers raise nearly anything.
     except Exception:
         return False
