@@ -56,9 +56,8 @@ from entame_hf.runs import check_output_dir, clear_output_dir, last_checkpoint
 METRICS = ("loss", "accuracy", "accuracy_macro", "f1_macro")
 LEAST = {
     "learning_rate": 0,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
+    "dataloader_num_workers": 0,
     "seed": 0,
 }
 DEMO_METHODS = {"base": "as usual (He fan-out head)", "entame": "ENTAME"}
@@ -101,10 +100,10 @@ class RunArguments(EntameTrainingArguments):
         # Some trackers are set up again for the evaluation after a training, and know a run by its name.
         self.run_name = self.run_name or f"{Path(str(self.output_dir)).name}-{datetime.now():%Y%m%d-%H%M%S}"
         for name, least in LEAST.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} {getattr(self, name)} must be {least} or more.")
-        if self.max_steps <= 0 and self.num_train_epochs <= 0:
-            raise ValueError(f"--num_train_epochs {self.num_train_epochs} trains nothing: give a positive number.")
+            if not least <= getattr(self, name) < float("inf"):
+                raise ValueError(f"--{name} {getattr(self, name)} must be {least} or more, and finite.")
+        if self.max_steps <= 0 and not 0 < self.num_train_epochs < float("inf"):
+            raise ValueError(f"--num_train_epochs {self.num_train_epochs} must be a positive number: try 10.")
         metric = (self.metric_for_best_model or "loss").removeprefix("eval_")
         if metric not in METRICS:
             raise ValueError(f"--metric_for_best_model {metric} is not measured: use {', '.join(METRICS)}.")

@@ -122,7 +122,25 @@ def test_shares_follow_the_beta_distribution():
     assert own.var().item() == pytest.approx(1 / (4 * (2 * 0.3 + 1)), abs=0.01)
 
 
-@pytest.mark.parametrize("arguments", [("blur",), ("flip", -1.0), ("flip", 0.0, -0.1)], ids=str)
+BEYOND = [-1.0, 1e-100, 1e100, float("inf"), float("nan")]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("blur",), *(("flip", a) for a in BEYOND), *(("flip", 0.0, a) for a in BEYOND)], ids=str
+)
 def test_what_cannot_be_is_named(arguments):
-    with pytest.raises(InputError, match=r"--augmentation blur: .*none, flip|--(mixup|cutmix)_alpha -.* must be 0"):
+    with pytest.raises(InputError, match=r"--augmentation blur: .*none, flip|--(mixup|cutmix)_alpha .* must be 0"):
         Augmentation(*arguments)
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 1e6])
+def test_shares_are_numbers_at_the_ends_of_what_is_allowed(alpha):
+    for augmentation in (Augmentation("none", alpha), Augmentation("none", 0.0, alpha)):
+        values, targets = augmentation.mix(torch.rand(64, 3, 8, 8), torch.arange(64) % 2, 2, ROWS, 0)
+        assert values.isfinite().all()
+        torch.testing.assert_close(targets.sum(1), torch.ones(64))
+
+
+def test_randaugment_refuses_values_that_are_no_bytes(pixels):
+    with pytest.raises(InputError, match=r"randaugment .* gives float32 values alone: use --augmentation flip"):
+        augment("randaugment", pixels.float())

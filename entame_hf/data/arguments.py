@@ -1,5 +1,6 @@
 """The options of a script that trains on images, and the datasets that they ask for."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..loss import balanced_class_weights
 from .augmentation import AUGMENTATIONS, Augmentation
 from .dataset import ClassificationDataset
 from .preparation import Preparation
-from .sources import Splits, load_splits
+from .sources import Splits, check_limits, load_splits
 from .statistics import channel_statistics
 from .streaming import StreamingDataset, load_streams
 from .transforms import set_normalization
@@ -58,11 +59,20 @@ class DataArguments:
         default=32.0, metadata={"help": "Disk space for prepared images; 0 decodes each in every epoch."}
     )
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.image_cache_gb < math.inf:
+            raise InputError(
+                f"--image_cache_gb {self.image_cache_gb} must be 0, which keeps nothing, or more: try 32."
+            )
+
     def load(self, seed: int) -> Splits:
         """Load the images: see [`load_splits`] and [`load_streams`]."""
         where: dict[str, Any] = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
         options = self.split_options(seed)
         if self.streaming:
+            if self.data_dir:
+                raise InputError("--streaming reads --dataset_name alone: leave --data_dir out, or --streaming.")
+            check_limits(self.max_train_samples, self.max_eval_samples)
             return load_streams(**where, **options)
         return load_splits(**where, data_dir=self.data_dir, **options)
 
@@ -107,16 +117,16 @@ def build_datasets(
     """
     augmentation = Augmentation(options.augmentation, options.mixup_alpha, options.cutmix_alpha, seed)
     columns = (splits.image_column, splits.label_column)
+    preparation = Preparation(processor, exact=False, whole=augmentation.crops)
+    augmentation.check(preparation.dtype)
     if options.streaming:
         if own_statistics or options.class_weights == "balanced":
             raise InputError("Mean, std and class weights can't be measured on a stream: leave these options out.")
-        preparation = Preparation(processor, exact=False, whole=augmentation.crops)
         streamed = StreamingDataset(splits.train, *columns, preparation, augmentation, seed=seed)
         held = StreamingDataset(
             splits.evaluation, *columns, Preparation(processor), name="evaluation", evaluation=True
         )
         return streamed, held, processor
-    preparation = Preparation(processor, exact=False, whole=augmentation.crops)
     train = ClassificationDataset(splits.train, *columns, preparation, augmentation, cache_gb=options.image_cache_gb)
     if own_statistics:
         processor = set_normalization(processor, *channel_statistics(train, processor))

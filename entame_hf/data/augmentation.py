@@ -18,6 +18,8 @@ from .resampling import crop_and_resize
 AUGMENTATIONS = ("none", "flip", "random_resized_crop", "randaugment")
 # Where a crop's area and shape are drawn from, and how often it is tried: torchvision's RandomResizedCrop.
 _AREA, _RATIO, _TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
+# Far outside, Beta(α, α) has quantiles that are no numbers any more.
+_ALPHA = (1e-6, 1e6)
 
 Rows = NDArray[np.int64]
 Chances = NDArray[np.float32]
@@ -70,15 +72,17 @@ class Augmentation:
             The same seed gives the same images in each epoch, whatever the batches and processes.
 
     Raises:
-        InputError: If there is no such augmentation, or an α is negative.
+        InputError: If there is no such augmentation, or an α is neither 0 nor from 1e-6 to 1e6.
     """
 
     def __init__(self, name: str = "flip", mixup_alpha: float = 0.0, cutmix_alpha: float = 0.0, seed: int = 42):
         if name not in AUGMENTATIONS:
             raise InputError(f"--augmentation {name}: no such choice. Choices: {', '.join(AUGMENTATIONS)}.")
         for flag, alpha in (("--mixup_alpha", mixup_alpha), ("--cutmix_alpha", cutmix_alpha)):
-            if alpha < 0:
-                raise InputError(f"{flag} {alpha} must be 0, which is off, or positive, such as 0.2.")
+            if alpha != 0 and not _ALPHA[0] <= alpha <= _ALPHA[1]:
+                raise InputError(
+                    f"{flag} {alpha} must be 0, which is off, or from {_ALPHA[0]} to {_ALPHA[1]}: try 0.2."
+                )
         self.name, self.seed = name, seed
         self.mixup_alpha, self.cutmix_alpha = mixup_alpha, cutmix_alpha
 
@@ -91,6 +95,21 @@ class Augmentation:
     def mixes(self) -> bool:
         """Whether labels become shares of classes."""
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Refuse prepared images that can't be augmented so.
+
+        Args:
+            dtype (`torch.dtype`): what they are prepared to, see [`Preparation`].
+
+        Raises:
+            InputError: If RandAugment, which knows levels of 0 to 255, is asked of other values.
+        """
+        if self.name == "randaugment" and dtype != torch.uint8:
+            raise InputError(
+                "--augmentation randaugment needs images that are resized in bytes, and this model's image processor "
+                f"gives {str(dtype).removeprefix('torch.')} values alone: use --augmentation flip or none."
+            )
 
     def __call__(self, pixels: Tensor, ratios: Tensor, size: tuple[int, int], rows: Rows, epoch: int) -> Tensor:
         """Augment a batch, before values are normalised.
@@ -105,6 +124,7 @@ class Augmentation:
         Returns:
             `torch.Tensor`: (N, C, *size), on the device of `pixels`.
         """
+        self.check(pixels.dtype)
         draw = partial(chances, self.seed, epoch, rows=rows)
         if self.crops:
             boxes = _random_boxes(ratios.numpy(), draw("crop", count=2 * _TRIES + 2))

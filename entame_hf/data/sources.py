@@ -121,9 +121,7 @@ def split_dataset(
     """
     if not 0 < test_fraction < 1:
         raise InputError(f"--test_fraction {test_fraction} is outside (0, 1). Give a share such as 0.15.")
-    for flag, limit in (("--max_train_samples", max_train_samples), ("--max_eval_samples", max_eval_samples)):
-        if limit is not None and limit < 1:
-            raise InputError(f"{flag} {limit} leaves no image. Give 1 or more, or leave it out.")
+    check_limits(max_train_samples, max_eval_samples)
 
     train_name, eval_name = choose_splits(loaded, train_split, eval_split)
     names = list(dict.fromkeys(name for name in (train_name, eval_name) if name is not None))
@@ -164,6 +162,13 @@ def split_dataset(
         image_column=image_column,
         label_column=label_column,
     )
+
+
+def check_limits(max_train_samples: int | None, max_eval_samples: int | None) -> None:
+    """Refuse limits that leave nothing."""
+    for flag, limit in (("--max_train_samples", max_train_samples), ("--max_eval_samples", max_eval_samples)):
+        if limit is not None and limit < 1:
+            raise InputError(f"{flag} {limit} leaves no image. Give 1 or more, or leave it out.")
 
 
 def load_parts(name: str, config: str | None, streaming: bool = False) -> Any:
