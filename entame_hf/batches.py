@@ -88,8 +88,16 @@ class BatchMaker:
         self.dataset, self.device = dataset, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._latest: PendingBatch | None = None
+        self._skipped = 0
+
+    def skip(self, count: int) -> None:
+        """Make nothing of the next batches, which are asked for and thrown away: a stream that is gone on with."""
+        self._skipped = count
 
     def __call__(self, indices: list[int]) -> PendingBatch:
+        if self._skipped:
+            self._skipped -= 1
+            return PendingBatch(lambda: ({}, None))
         epoch = self.dataset.epoch
         read = self.dataset.start_reading(indices, epoch, self.device)
         if read is None:

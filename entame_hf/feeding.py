@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
-from transformers import Trainer
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from .batches import BatchDataset, batch_loader
 from .loss import ClassificationLoss, are_shares
@@ -64,6 +67,17 @@ class FeedingTrainer(Trainer):
             self.parts_differ = share_evenly(loader)
         return loader
 
+    # Trainer takes all of a stream for its first pass, and would begin with the batches of that one again.
+    def _init_training_state(
+        self, max_steps: int, steps: int, epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        passes, batches = super()._init_training_state(max_steps, steps, epochs, checkpoint, trial)
+        stream = isinstance(self.train_dataset, BatchDataset) and isinstance(self.train_dataset, IterableDataset)
+        if checkpoint and stream and batches:
+            passes, batches = place_in_stream(checkpoint, self.args.gradient_accumulation_steps)
+            self._batch_maker.skip(batches)
+        return passes, batches
+
     # accelerate tells the epoch to the sampler or to the dataset, and to the sampler alone in several processes.
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         if self._batch_maker is not None:
@@ -82,3 +96,20 @@ class FeedingTrainer(Trainer):
         if self._batch_maker is not None:
             self._batch_maker.prepare()
         return loss
+
+
+def place_in_stream(checkpoint: str, accumulation: int) -> tuple[int, int]:
+    """Tell which pass over a stream a run was in, and after which of its batches.
+
+    Args:
+        checkpoint (`str`): a checkpoint of the run.
+        accumulation (`int`): batches a step.
+
+    Returns:
+        `tuple[int, int]`: passes that had ended, and batches of the one that had not.
+    """
+    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    # As Trainer counts: whole passes, and batches of this one over those of the run.
+    epoch = state.epoch or 0.0
+    passes = max(math.ceil(epoch) - 1, 0)
+    return passes, round((epoch - passes) * state.max_steps * accumulation)

@@ -1,5 +1,8 @@
 """A training gets the same batches whoever decodes them, in every run, and again where it resumes."""
 
+import subprocess
+import sys
+import time
 from io import BytesIO
 from pathlib import Path
 
@@ -65,9 +68,56 @@ def test_batches_depend_on_neither_workers_nor_cache(folder):
     data.set_epoch(0)
     assert equal(batches(data, num_workers=2), expected)
     assert data._workers is None
-    assert equal(batches(images(folder), num_workers=2), expected)
+    other = images(folder)
+    assert equal(batches(other, num_workers=2), expected)
+    assert other._workers is None
     data.set_epoch(1)
     assert not equal(batches(data), expected)
+
+
+def test_an_evaluations_workers_are_let_go(folder):
+    data = images(folder, "none", evaluation=True)
+    batches(data, num_workers=2)
+    assert data._workers is None
+
+
+def test_threads_go_on_where_a_worker_was_killed(folder, caplog):
+    expected = batches(images(folder, cache_gb=0))
+    data = images(folder)
+    data.start_workers(2)
+    for process in data._workers._processes.values():
+        process.kill()
+    assert equal(batches(data), expected)
+    assert "is memory short?" in caplog.text
+
+
+def test_workers_end_with_a_parent_that_was_killed():
+    code = (
+        "import os, time\nfrom entame_hf.data.workers import start_workers\n"
+        "pool = start_workers(int, 2)\nprint(*pool._processes, flush=True)\ntime.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        workers = [int(number) for number in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(workers) == 2
+    deadline = time.monotonic() + 20
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+
+
+def is_running(process: int) -> bool:
+    try:
+        # One that nobody waits for stays in the list of processes.
+        return " Z " not in Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_exact_pixels_are_not_taken_from_others(folder):
+    exact = ClassificationDataset(load_image_folder(folder)["train"], "image", "label", Preparation(PROCESSOR))
+    batches(images(folder, "none"))
+    assert exact.start_reading(list(range(60)), 0, CPU) is None
 
 
 def test_items_are_what_batches_hold(folder):
@@ -100,9 +150,9 @@ def test_unreadable_files_are_found_by_workers(folder, tmp_path):
     labels = torch.cat([batch["labels"] for batch in batches(data, 50, num_workers=2)])
     assert labels.tolist() == [0] * 7 + [-100] + [0] * 92 + [1] * 100
     assert data.summary().endswith("were skipped: " + str(target / "a" / "007.png"))
-    (target / "a" / "008.png").write_bytes(b"")
-    (target / "a" / "009.png").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"3 of 200 images could not be read .* At most 1%"):
+    for i in range(8, 13):
+        (target / "a" / f"{i:03}.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"6 of 200 images could not be read .* At most 1%"):
         batches(images(target, "none"), 50, num_workers=2)
 
 

@@ -35,7 +35,7 @@ def test_what_was_put_is_taken():
     assert missing == [1]
     for position, row in ((0, 7), (2, 3), (3, 7)):
         assert np.array_equal(out[position], record(row))
-    assert cache.known() == 2
+    assert cache.share() == 0.2
 
 
 def test_threads_copy_parts_of_a_batch(monkeypatch):

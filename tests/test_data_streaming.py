@@ -1,11 +1,13 @@
 """A stream gives the batches that its rows would give from disk, each epoch in another order."""
 
+import copy
+import tarfile
 from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
 from datasets import Image as ImageFeature
 from PIL import Image
 from transformers import ViTImageProcessor
@@ -76,8 +78,18 @@ def test_the_next_of_the_batch_stands_in():
     assert given[0]["labels"].tolist() == [*(i % 10 for i in range(15)), -100]
     assert torch.equal(given[0]["pixel_values"][15], given[0]["pixel_values"][0])
     assert data.summary() == "1 images could not be read and were skipped: row 15 of train"
-    with pytest.raises(InputError, match=r"2 images could not be read .* At most 1%"):
-        batches(stream(rows(broken={3, 20})))
+    batches(data)
+    assert data.summary().startswith("1 images")
+    with pytest.raises(InputError, match=r"21 images could not be read .* At most 1%"):
+        batches(stream(rows(broken=range(10, 31))))
+
+
+def test_a_batch_without_an_image_takes_one_of_those_before():
+    given = batches(stream(rows(20, broken={19}), evaluation=True), 1)
+    assert given[19]["labels"].tolist() == [-100]
+    assert torch.equal(given[19]["pixel_values"], given[18]["pixel_values"])
+    with pytest.raises(InputError, match="No image of the first batch can be read"):
+        batches(stream(rows(20, broken={0, 1}), evaluation=True), 2)
 
 
 def test_labels_without_names_need_their_number():
@@ -85,6 +97,36 @@ def test_labels_without_names_need_their_number():
     with pytest.raises(InputError, match="num_classes=10"):
         stream(table)
     assert stream(table, num_classes=10).recorder.num_classes == 10
+
+
+def test_a_stream_need_not_know_its_columns():
+    table = rows(8)
+    undecoded = table.cast_column("image", ImageFeature(decode=False))
+    generated = IterableDataset.from_generator(lambda: iter(undecoded))
+    assert generated.features is None
+    data = StreamingDataset(generated, "image", "label", PREPARATION, evaluation=True, num_classes=10)
+    assert torch.equal(batches(data)[0]["pixel_values"], batches(stream(table, evaluation=True))[0]["pixel_values"])
+
+
+def test_the_archives_of_webdataset_are_streamed(tmp_path):
+    for split, count in (("train", 12), ("test", 6)):
+        table = rows(count).cast_column("image", ImageFeature(decode=False))
+        (tmp_path / "data").mkdir(exist_ok=True)
+        with tarfile.open(tmp_path / "data" / f"{split}-0.tar", "w") as archive:
+            for i, row in enumerate(table):
+                for name, content in ((f"{i:03}.jpg", row["image"]["bytes"]), (f"{i:03}.cls", b"%d" % row["label"])):
+                    entry = tarfile.TarInfo(name)
+                    entry.size = len(content)
+                    archive.addfile(entry, BytesIO(content))
+    where = {"dataset_name": str(tmp_path / "data"), "image_column": "jpg", "label_column": "cls"}
+    with pytest.raises(InputError, match="--num_labels 1000"):
+        load_streams(**where)
+    splits = load_streams(**where, num_labels=10)
+    assert splits.class_names == [str(i) for i in range(10)]
+    _, evaluation, _ = build_datasets(
+        splits, set_image_size(ViTImageProcessor(), 32), DataArguments(streaming=True), seed=0
+    )
+    assert batches(evaluation)[0]["labels"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_parts_of_a_folder_are_streamed(tmp_path):
@@ -136,3 +178,33 @@ def test_a_trainer_goes_round_a_stream(tiny_vit, tmp_path):
     torch.testing.assert_close(first.sort().values, second.sort().values)
     prediction = trainer.predict(trainer.eval_dataset)
     assert prediction.label_ids.tolist() == [i % 10 for i in range(50)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("steps", [3, 5])
+def test_a_stream_goes_on_where_it_stopped(tiny_vit, tmp_path, steps, accumulation):
+    def train(max_steps=9, resume=None):
+        args = EntameTrainingArguments(
+            str(tmp_path), max_steps=max_steps, per_device_train_batch_size=16, report_to="none", save_steps=steps,
+            gradient_accumulation_steps=accumulation, disable_tqdm=True,
+        )  # fmt: skip
+        seen = []
+
+        class Recording(EntameTrainer):
+            def compute_loss(self, model, inputs, *arguments, **kwargs):
+                seen.append(inputs["pixel_values"])
+                return super().compute_loss(model, inputs, *arguments, **kwargs)
+
+        Recording(copy.deepcopy(tiny_vit), args, train_dataset=stream(rows(), augmentation=Augmentation())).train(
+            resume
+        )
+        return seen
+
+    whole = train()
+    rest = train(resume=str(tmp_path / f"checkpoint-{steps}"))
+    # Its own second checkpoint counts all batches of the pass.
+    again = train(resume=str(tmp_path / f"checkpoint-{2 * steps}")) if steps == 3 else []
+    for resumed in (rest, again):
+        for one, other in zip(resumed, whole[len(whole) - len(resumed) :], strict=True):
+            assert torch.equal(one, other)
+    assert len(rest) == (9 - steps) * accumulation

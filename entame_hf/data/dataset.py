@@ -1,8 +1,10 @@
 """Read images and labels of a dataset in batches, and skip images that can't be read."""
 
 import copy
+import logging
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import datasets
@@ -11,16 +13,19 @@ import torch
 from torch import Tensor
 from transformers import BaseImageProcessor
 
+from .. import __version__
 from ..batches import BatchDataset
 from ..loss import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
 from .cache import RecordCache, open_cache
-from .columns import file_marks, label_values
+from .columns import check_labels, count_classes, file_marks, label_values
 from .images import UnreadableImageError
 from .preparation import Preparation
 from .records import RawBatch, Record, Recorder
 from .unreadable import UnreadableRows
 from .workers import start_workers, threads, work
+
+logger = logging.getLogger(__name__)
 
 # Images that a worker gets at a time.
 _CHUNK = 8
@@ -43,7 +48,7 @@ class ClassificationDataset(BatchDataset):
         dataset (`datasets.Dataset`):
             The rows.
         image_column (`str`):
-            The column of undecoded images.
+            The column of images; they are decoded here.
         label_column (`str`):
             The column of class indices.
         preparation ([`Preparation`]):
@@ -57,9 +62,12 @@ class ClassificationDataset(BatchDataset):
             counted twice.
         cache_gb (`float`, *optional*, defaults to 32):
             What all caches together may take on disk; 0 keeps nothing.
+        num_classes (`int`, *optional*):
+            The number of classes, by default what the label column's `ClassLabel` says.
 
     Raises:
-        InputError: From an item's access, once more than 1 % of the images could not be read.
+        InputError: If `num_classes` is missing or too small; from an item's access, once more than 1 % of the images,
+            and more than 5, could not be read.
 
     Example:
 
@@ -79,11 +87,16 @@ class ClassificationDataset(BatchDataset):
         name: str = "train",
         evaluation: bool = False,
         cache_gb: float = 32,
+        num_classes: int | None = None,
     ):
+        if isinstance(dataset.features[image_column], datasets.Image):
+            dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
         self.dataset = dataset
         self.image_column = image_column
         self.labels = torch.from_numpy(label_values(dataset, label_column).to_numpy().astype(np.int64))
-        self.recorder = Recorder(preparation, augmentation, dataset.features[label_column].num_classes)
+        num_classes = count_classes(dataset.features[label_column], label_column, num_classes)
+        check_labels(self.labels, num_classes, label_column)
+        self.recorder = Recorder(preparation, augmentation, num_classes)
         self.name = name
         self.evaluation = evaluation
         self.unreadable = UnreadableRows(len(dataset), self._describe)
@@ -95,7 +108,8 @@ class ClassificationDataset(BatchDataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        batch = self.finish(self.read([index], self.epoch))
+        # The end is where Python's loops stop.
+        batch = self.finish(self.read([range(len(self))[index]], self.epoch))
         return {name: values[0] for name, values in batch.items()}
 
     def read(self, indices: list[int], epoch: int = 0, device: torch.device | None = None) -> RawBatch:
@@ -152,10 +166,8 @@ class ClassificationDataset(BatchDataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next; processes that have little left to decode are let go."""
-        if epoch != self.epoch and self._workers and self._has_most():
-            # Beside processes that were forked from it, the training's own is slower.
-            self._workers.shutdown(wait=False)
-            self._workers = None
+        if epoch != self.epoch and self._has_most():
+            self._stop_workers()
         super().set_epoch(epoch)
 
     def start_workers(self, count: int) -> None:
@@ -164,7 +176,9 @@ class ClassificationDataset(BatchDataset):
         Args:
             count (`int`): how many; 0 leaves it to threads of this process.
         """
-        if count and not self._workers and not self._has_most():
+        if self._has_most():
+            self._stop_workers()
+        elif count and not self._workers:
             self._workers = start_workers(self._decode_one, count)
 
     def with_processor(self, processor: BaseImageProcessor) -> "ClassificationDataset":
@@ -185,6 +199,10 @@ class ClassificationDataset(BatchDataset):
     def summary(self) -> str | None:
         """Tell which images could not be read so far: one line, `None` where all could."""
         return self.unreadable.summary()
+
+    def gather_unreadable(self) -> None:
+        """Add what other processes could not read; to be called in all of them."""
+        self.unreadable.gather()
 
     def _empty(self, count: int, device: torch.device | None) -> Tensor:
         """Make room for records; CUDA copies from pinned memory without being waited for."""
@@ -220,10 +238,20 @@ class ClassificationDataset(BatchDataset):
     def _decode(self, rows: Rows, todo: Rows, out: Record) -> Rows:
         """Decode in processes or threads; return which positions were not written: kept now, or unreadable."""
         wanted = rows[todo].tolist()
+        made: list[Record | UnreadableImageError | None] = []
         if self._workers:
-            made = list(self._workers.map(work, wanted, chunksize=_CHUNK))
-        else:
+            try:
+                made = list(self._workers.map(work, wanted, chunksize=_CHUNK))
+            except BrokenProcessPool:
+                logger.warning(
+                    "A process that decodes images was killed; is memory short? Threads go on in place of all of them."
+                )
+                self._workers = None
+        if not self._workers:
             made = list(threads().map(self._decode_one, wanted))
+        elif self.evaluation and self._has_most():
+            # No epoch follows at whose start they would be let go.
+            self._stop_workers()
         written = np.zeros(len(todo), bool)
         for i, record in enumerate(made):
             if isinstance(record, UnreadableImageError):
@@ -240,15 +268,21 @@ class ClassificationDataset(BatchDataset):
             return record
         return None if self._keep(row, record) else record
 
+    def _stop_workers(self) -> None:
+        # Beside processes that were forked from it, the training's own is slower.
+        if self._workers:
+            self._workers.shutdown(wait=False)
+            self._workers = None
+
     def _has_most(self) -> bool:
-        return self._cache is not None and self._cache.known() >= _MOST * len(self)
+        return self._cache is not None and self._cache.share() >= _MOST
 
     def _keep(self, row: int, record: Record) -> bool:
         return self._cache is not None and self._cache.put(row, record)
 
     def _open_cache(self) -> RecordCache | None:
         marks = file_marks(self.dataset, self.image_column) if self._cache_limit > 0 else []
-        parts = [self.dataset._fingerprint, *marks, self.recorder.preparation.key]
+        parts = [__version__, self.dataset._fingerprint, self.image_column, *marks, self.recorder.preparation.key]
         return open_cache(parts, len(self), self.recorder.length, self._cache_limit)
 
     def __getstate__(self) -> dict[str, Any]:

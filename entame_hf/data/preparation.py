@@ -41,7 +41,7 @@ class Preparation:
         scale, shift (`torch.Tensor`): float32 (3, 1, 1).
         takes_tensors (`bool`): Whether it takes uint8 tensors (3, H, W), or `PIL.Image.Image`s.
         framing ([`Framing`] or `None`): The same work for batches on a GPU, where pixels need not be exact.
-        key (`str`): What tells preparations apart: a digest of what this one makes of three images.
+        key (`str`): What tells preparations apart: whether they are exact, and a digest of what they make of images.
 
     Raises:
         InputError: If the processor gives images of no common size, or `whole` is asked of one that can't be split.
@@ -76,9 +76,9 @@ class Preparation:
             self.scale, self.shift = torch.ones(3, 1, 1), torch.zeros(3, 1, 1)
         self.takes_tensors = not exact and self.dtype == torch.uint8 and self._use_tensors(processor, probes)
         self.framing = None if exact or self.dtype != torch.uint8 else self._find_framing(processor, probes)
-        self.key = hashlib.sha256(
-            b"".join(self(self.convert(probe)).contiguous().numpy().tobytes() for probe in probes)
-        ).hexdigest()[:16]
+        made = b"".join(self(self.convert(probe)).contiguous().numpy().tobytes() for probe in probes)
+        # Files are decoded faster where pixels need not be exact, and to other ones.
+        self.key = f"exact={exact} {hashlib.sha256(made).hexdigest()[:16]}"
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Prepare an RGB image: uint8 (3, H, W) where `takes_tensors`, else a `PIL.Image.Image`."""

@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -15,18 +16,18 @@ from ..batches import BatchDataset
 from ..errors import InputError
 from ..loss import IGNORED_LABEL
 from .augmentation import Augmentation
-from .columns import find_image_column, find_label_column
+from .columns import check_labels, count_classes, find_image_column, find_label_column
 from .images import UnreadableImageError
 from .preparation import Preparation
 from .records import RawBatch, Record, Recorder
 from .sources import Splits, choose_splits, load_parts
-from .unreadable import MAX_UNREADABLE_SHARE, UnreadableDataError
+from .unreadable import MAX_UNREADABLE_SHARE, UnreadableDataError, too_many
 from .workers import threads
 
 logger = logging.getLogger(__name__)
 
 # Before so many images were seen, a share of them says little.
-_ENOUGH = 100
+_ENOUGH = 2000
 
 
 class StreamingDataset(BatchDataset, IterableDataset):
@@ -50,7 +51,8 @@ class StreamingDataset(BatchDataset, IterableDataset):
         seed (`int`, *optional*, defaults to 42): Decides the draws.
 
     Raises:
-        InputError: From a batch's access, once more than 1 % of the images could not be read.
+        InputError: If `num_classes` is missing; from a batch's access, once more than 1 % of the images, and more
+            than 20, could not be read.
 
     Example:
 
@@ -74,11 +76,9 @@ class StreamingDataset(BatchDataset, IterableDataset):
         buffer_size: int = 1000,
         seed: int = 42,
     ):
-        if num_classes is None:
-            feature = (dataset.features or {}).get(label_column)
-            if not isinstance(feature, datasets.ClassLabel):
-                raise InputError(f"Column {label_column!r} names no classes. Say how many there are: num_classes=10.")
-            num_classes = feature.num_classes
+        # Those of a generator or of WebDataset's archives show in the first rows only.
+        dataset = dataset if dataset.features else dataset._resolve_features()
+        num_classes = count_classes(dataset.features[label_column], label_column, num_classes)
         dataset = dataset.select_columns([image_column, label_column])
         self.dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
         if not evaluation:
@@ -88,6 +88,7 @@ class StreamingDataset(BatchDataset, IterableDataset):
         self.name, self.evaluation = name, evaluation
         self.seen = 0
         self.unreadable: list[str] = []
+        self._spare: tuple[Any, int] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.dataset.set_epoch(self.epoch)
@@ -114,16 +115,22 @@ class StreamingDataset(BatchDataset, IterableDataset):
             if isinstance(record, UnreadableImageError):
                 self._count(item, record)
         self.seen += len(indices)
-        readable = [i for i, record in enumerate(made) if not isinstance(record, UnreadableImageError)]
-        if not readable:
-            raise UnreadableDataError(f"No image of a batch can be read: {self.summary()}. Repair them.")
-        own = np.arange(len(made))
-        chosen = np.array(readable)[np.searchsorted(readable, own) % len(readable)]
-        labels = torch.tensor([indices[i][self.label_column] for i in chosen])
+        readable = np.array([not isinstance(record, UnreadableImageError) for record in made])
+        if readable.any():
+            places = np.flatnonzero(readable)
+            chosen = places[np.searchsorted(places, np.arange(len(made))) % len(places)]
+            pairs = [(made[i], indices[i][self.label_column]) for i in chosen]
+            self._spare = pairs[-1]
+        elif self._spare is not None:
+            pairs = [self._spare] * len(made)
+        else:
+            raise UnreadableDataError(f"No image of the first batch can be read: {self.summary()}. Repair them.")
+        labels = torch.tensor([label for _, label in pairs])
+        check_labels(labels, self.recorder.num_classes, self.label_column)
         if self.evaluation:
-            labels = labels.masked_fill(torch.from_numpy(chosen != own), IGNORED_LABEL)
+            labels = labels.masked_fill(torch.from_numpy(~readable), IGNORED_LABEL)
         records = torch.empty(len(made), self.recorder.length, dtype=torch.uint8, pin_memory=gpu is not None)
-        np.stack([made[i] for i in chosen], out=records.numpy())
+        np.stack([record for record, _ in pairs], out=records.numpy())
         return RawBatch(records, labels, np.array([item["row"] for item in indices]), indices[0]["epoch"])
 
     def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -137,6 +144,10 @@ class StreamingDataset(BatchDataset, IterableDataset):
         names = ", ".join([*itertools.islice(self.unreadable, 5), *["..."] * (len(self.unreadable) > 5)])
         return f"{len(self.unreadable):,} images could not be read and were skipped: {names}"
 
+    def gather_unreadable(self) -> None:
+        """Add what other processes could not read; to be called in all of them."""
+        self.unreadable = list(dict.fromkeys(gather_object(self.unreadable)))
+
     def _decode(self, values: list[Any], gpu: torch.device | None) -> list[Record | UnreadableImageError]:
         made: dict[int, Record | UnreadableImageError] = {}
         if gpu is not None:
@@ -147,10 +158,15 @@ class StreamingDataset(BatchDataset, IterableDataset):
         return [made[i] for i in range(len(values))]
 
     def _count(self, item: dict[str, Any], error: UnreadableImageError) -> None:
-        name = (item[self.image_column] or {}).get("path") or f"row {item['row']} of {self.name}"
+        image = item[self.image_column] or {}
+        # Shuffled rows are numbered anew in each pass.
+        shuffled = "" if self.evaluation else f"pass {item['epoch'] + 1} of "
+        name = image.get("path") or f"row {item['row']} of {shuffled}{self.name}"
+        if name in self.unreadable:
+            return
         logger.warning("Skipping an image that cannot be read: %s (%s)", name, error)
         self.unreadable.append(name)
-        if len(self.unreadable) > MAX_UNREADABLE_SHARE * max(self.seen, _ENOUGH):
+        if too_many(len(self.unreadable), max(self.seen, _ENOUGH)):
             raise UnreadableDataError(f"{self.summary()}. At most {MAX_UNREADABLE_SHARE:.0%} may be: repair them.")
 
 
@@ -164,12 +180,15 @@ def load_streams(
     eval_split: str | None = None,
     max_train_samples: int | None = None,
     max_eval_samples: int | None = None,
+    num_labels: int | None = None,
     **unused: Any,
 ) -> Splits:
     """Load the training and the evaluation part of a dataset as streams, of which nothing is kept.
 
     Args:
         dataset_name: and all others as for [`load_splits`]. Nothing can be set aside of a stream.
+        num_labels (`int`, *optional*):
+            How many classes there are, where the label column holds numbers without names, as WebDataset's does.
 
     Returns:
         [`Splits`]: The two parts, each a `datasets.IterableDataset`.
@@ -189,8 +208,16 @@ def load_streams(
     parts = [loaded[name] for name in names]
     features = parts[0].features or parts[0]._resolve_features().features
     image_column, label_column = find_image_column(features, image_column), find_label_column(features, label_column)
-    if not isinstance(features[label_column], datasets.ClassLabel):
-        raise InputError(f"Column {label_column!r} doesn't name its classes, which --streaming needs: leave it out.")
+    feature = features[label_column]
+    if isinstance(feature, datasets.ClassLabel):
+        class_names = list(feature.names)
+    elif num_labels is not None and feature.dtype.startswith(("int", "uint")):
+        class_names = [str(index) for index in range(num_labels)]
+    else:
+        raise InputError(
+            f"Column {label_column!r} doesn't name its classes. Say how many numbers it holds with --num_labels 1000, "
+            "or leave --streaming out where it holds names."
+        )
     limits = (max_train_samples, max_eval_samples)
     train, evaluation = (p if limit is None else p.take(limit) for p, limit in zip(parts, limits, strict=True))
-    return Splits(train, evaluation, list(features[label_column].names), image_column, label_column)
+    return Splits(train, evaluation, class_names, image_column, label_column)

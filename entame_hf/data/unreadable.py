@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 import torch
+from accelerate.utils import gather_object
 
 from ..errors import InputError
 from .augmentation import Rows
@@ -11,7 +12,15 @@ from .augmentation import Rows
 logger = logging.getLogger(__name__)
 
 MAX_UNREADABLE_SHARE = 0.01
+# A few are named and skipped in the smallest dataset.
+_FEW = 5
+LIMIT = f"{MAX_UNREADABLE_SHARE:.0%}, or {_FEW} of a small dataset,"
 _NAMED = 5
+
+
+def too_many(unreadable: int, of: int) -> bool:
+    """Tell whether so many images can't be read that the dataset must be looked at."""
+    return unreadable > max(_FEW, MAX_UNREADABLE_SHARE * of)
 
 
 class UnreadableDataError(InputError):
@@ -41,16 +50,19 @@ class UnreadableRows:
         """Flag a row, and name it in a warning the first time.
 
         Raises:
-            InputError: Once they are more than 1 % of all.
+            InputError: Once they are more than 1 % of all, and more than 5.
         """
         if self.flags[row]:
             return
         self.flags[row] = True
         logger.warning("Skipping an image that cannot be read: %s (%s)", self._describe(row), error)
-        if int(self.flags.sum()) > MAX_UNREADABLE_SHARE * len(self.flags):
-            raise UnreadableDataError(
-                f"{self.summary()}. At most {MAX_UNREADABLE_SHARE:.0%} may be: repair or remove them."
-            ) from error
+        if too_many(int(self.flags.sum()), len(self.flags)):
+            raise UnreadableDataError(f"{self.summary()}. At most {LIMIT} may be: repair or remove them.") from error
+
+    def gather(self) -> None:
+        """Add what other processes could not read; to be called in all of them."""
+        rows = gather_object(self.flags.nonzero().flatten().tolist())
+        self.flags[torch.tensor(rows, dtype=torch.long)] = True
 
     def replace(self, rows: Rows) -> Rows:
         """Give the rows, flagged ones replaced by the next that aren't.

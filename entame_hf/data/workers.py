@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import cache
@@ -44,7 +46,9 @@ def start_workers(task: Callable[[int], Any], count: int) -> ProcessPoolExecutor
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         return None
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), initializer=_begin, initargs=(task,))
+    pool = ProcessPoolExecutor(
+        count, multiprocessing.get_context("fork"), initializer=_begin, initargs=(task, os.getpid())
+    )
     # The first task starts all of them: now, in the caller's thread.
     pool.submit(int).result()
     return pool
@@ -55,9 +59,17 @@ def work(row: int) -> Any:
     return _task(row)
 
 
-def _begin(task: Callable[[int], Any]) -> None:
+def _begin(task: Callable[[int], Any], parent: int) -> None:
     global _task
     _task = task
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     # Ctrl-C is the main process's business, and a forked process has none of torch's threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended: one that was killed told nobody."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
