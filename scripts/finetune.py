@@ -134,7 +134,7 @@ def main(argv: list[str]) -> None:
         check_output_dir(args, inputs=[model_args.model_name_or_path, data_args.dataset_name, data_args.data_dir])
         args.resume_from_checkpoint = last_checkpoint(args)
     with args.main_process_first(desc="loading the data"):
-        splits = data_args.load(args.seed)
+        splits = data_args.load(args.seed, model_args.num_labels)
     check_classes(model_args, splits)
     model, processor = load_classifier(
         model_args.model_name_or_path,
@@ -230,9 +230,10 @@ def run(trainer: EntameTrainer) -> dict[str, float]:
     trainer.save_metrics("eval", metrics)
     trainer.save_state()
     trainer.create_model_card()
-    if trainer.is_world_process_zero():
-        datasets: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
-        for line in filter(None, (dataset.summary() for dataset in datasets)):
+    datasets: list[Any] = [trainer.train_dataset, trainer.eval_dataset]
+    for dataset in datasets:
+        dataset.gather_unreadable()
+        if trainer.is_world_process_zero() and (line := dataset.summary()):
             print(line)
     if args.push_to_hub:
         commit = trainer.push_to_hub()

@@ -321,7 +321,7 @@ class TestBadInput:
 
     def test_too_many_unreadable_images(self, tmp_path, photos, timm_folder):
         shutil.copytree(photos, tmp_path / "photos")
-        for index in range(3):
+        for index in range(8):
             (tmp_path / "photos" / "red" / f"{index}.png").write_bytes(b"")
         self.refuse("At most 1%", arguments(timm_folder, tmp_path / "photos", tmp_path / "out"))
 

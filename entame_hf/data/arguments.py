@@ -65,15 +65,15 @@ class DataArguments:
                 f"--image_cache_gb {self.image_cache_gb} must be 0, which keeps nothing, or more: try 32."
             )
 
-    def load(self, seed: int) -> Splits:
-        """Load the images: see [`load_splits`] and [`load_streams`]."""
+    def load(self, seed: int, num_labels: int | None = None) -> Splits:
+        """Load the images: see [`load_splits`], and [`load_streams`], which alone needs the number of classes."""
         where: dict[str, Any] = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
         options = self.split_options(seed)
         if self.streaming:
             if self.data_dir:
                 raise InputError("--streaming reads --dataset_name alone: leave --data_dir out, or --streaming.")
             check_limits(self.max_train_samples, self.max_eval_samples)
-            return load_streams(**where, **options)
+            return load_streams(**where, **options, num_labels=num_labels)
         return load_splits(**where, data_dir=self.data_dir, **options)
 
     def loss_weights(self, train: ClassificationDataset) -> Tensor | None:
@@ -122,15 +122,13 @@ def build_datasets(
     if options.streaming:
         if own_statistics or options.class_weights == "balanced":
             raise InputError("Mean, std and class weights can't be measured on a stream: leave these options out.")
-        streamed = StreamingDataset(splits.train, *columns, preparation, augmentation, seed=seed)
+        classes = len(splits.class_names)
+        streamed = StreamingDataset(splits.train, *columns, preparation, augmentation, classes, seed=seed)
         held = StreamingDataset(
-            splits.evaluation, *columns, Preparation(processor), name="evaluation", evaluation=True
+            splits.evaluation, *columns, Preparation(processor), None, classes, "evaluation", evaluation=True
         )
         return streamed, held, processor
-    train = ClassificationDataset(splits.train, *columns, preparation, augmentation, cache_gb=options.image_cache_gb)
-    if own_statistics:
-        processor = set_normalization(processor, *channel_statistics(train, processor))
-        train = train.with_processor(processor)
+    # First, because what fills the disk space for prepared images is the training part.
     evaluation = ClassificationDataset(
         splits.evaluation,
         *columns,
@@ -139,4 +137,8 @@ def build_datasets(
         evaluation=True,
         cache_gb=options.image_cache_gb,
     )
+    train = ClassificationDataset(splits.train, *columns, preparation, augmentation, cache_gb=options.image_cache_gb)
+    if own_statistics:
+        processor = set_normalization(processor, *channel_statistics(train, processor))
+        train, evaluation = train.with_processor(processor), evaluation.with_processor(processor)
     return train, evaluation, processor

@@ -7,6 +7,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, Features, Image
+from torch import Tensor
 
 from ..errors import InputError
 from .workers import threads
@@ -138,6 +139,15 @@ def count_classes(feature: object, column: str, count: int | None = None) -> int
     if count is None and not isinstance(feature, ClassLabel):
         raise InputError(f"Column {column!r} names no classes. Say how many there are: num_classes=10.")
     return feature.num_classes if count is None else count  # type: ignore[attr-defined]
+
+
+def check_labels(labels: Tensor, count: int, column: str) -> None:
+    """Make sure that labels are class indices: on a GPU, others end the process without a word of them."""
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < count:
+        wrong = int(labels.max() if labels.max() >= count else labels.min())
+        raise InputError(
+            f"Column {column!r} has the label {wrong}, but {count} classes are numbered 0 to {count - 1}."
+        )
 
 
 def _require_column(features: Features, name: str, flag: str) -> None:

@@ -78,7 +78,7 @@ def load_splits(
 
 
 def split_dataset(
-    loaded: DatasetDict,
+    loaded: DatasetDict | Dataset,
     *,
     image_column: str | None = None,
     label_column: str | None = None,
@@ -92,8 +92,8 @@ def split_dataset(
     """Choose the training and the evaluation part of a dataset in memory.
 
     Args:
-        loaded (`datasets.DatasetDict`):
-            The dataset's splits.
+        loaded (`datasets.DatasetDict` or `datasets.Dataset`):
+            The dataset's splits, or its only one.
         image_column (`str`, *optional*):
             The column of the images; by default the only one that holds images.
         label_column (`str`, *optional*):
@@ -123,6 +123,8 @@ def split_dataset(
         raise InputError(f"--test_fraction {test_fraction} is outside (0, 1). Give a share such as 0.15.")
     check_limits(max_train_samples, max_eval_samples)
 
+    if isinstance(loaded, Dataset):
+        loaded = DatasetDict(train=loaded)
     train_name, eval_name = choose_splits(loaded, train_split, eval_split)
     names = list(dict.fromkeys(name for name in (train_name, eval_name) if name is not None))
 
