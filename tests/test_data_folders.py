@@ -7,7 +7,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from entame_hf.data import load_image_folder
+from entame_hf.data import archives, load_image_folder
 from entame_hf.errors import InputError
 
 
@@ -201,3 +201,49 @@ def test_a_zip_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"broken\.zip cannot be unpacked: Bad CRC-32"):
         load_image_folder(tmp_path / "broken.zip")
     assert not list((tmp_path / "cache" / "entame_hf").iterdir())
+
+
+def write_zip(path: Path, text: str) -> str:
+    """Write a zip of two images; return where it is unpacked."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("a/1.jpg", "b/1.jpg"):
+            archive.writestr(name, text)
+    return os.path.dirname(os.path.dirname(load_image_folder(path)["train"][0]["image"]["path"]))
+
+
+@pytest.fixture
+def leave():
+    """Leave all unpacked zips, as the end of a process does."""
+
+    def leave_all() -> None:
+        for folder in list(archives._used):
+            archives._leave(folder)
+
+    yield leave_all
+    leave_all()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="nothing can be locked there")
+def test_a_new_version_of_a_zip_replaces_what_nobody_uses(tmp_path, monkeypatch, leave):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    first = write_zip(tmp_path / "photos.zip", "1")
+    other = write_zip(tmp_path / "other.zip", "1")
+    assert load_image_folder(tmp_path / "photos.zip")["train"]
+    second = write_zip(tmp_path / "photos.zip", "22")
+    # The first is in use, by this process.
+    assert all(os.path.isdir(folder) for folder in (first, second, other))
+    leave()
+    third = write_zip(tmp_path / "photos.zip", "333")
+    assert not any(os.path.exists(folder) for folder in (first, second))
+    assert sorted(os.listdir(tmp_path / "cache" / "entame_hf")) == sorted(map(os.path.basename, (third, other)))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="nothing can be locked there")
+def test_what_a_killed_process_left_is_removed(tmp_path, monkeypatch, leave):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "cache" / "entame_hf"
+    (folder / "tmpleft" / "a").mkdir(parents=True)
+    (folder / "tmpbusy").mkdir()
+    archives._use(folder / "tmpbusy")
+    unpacked = write_zip(tmp_path / "photos.zip", "1")
+    assert sorted(os.listdir(folder)) == ["tmpbusy", os.path.basename(unpacked)]
