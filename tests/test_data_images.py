@@ -39,6 +39,12 @@ def grey16(low: int, high: int) -> Image.Image:
     return Image.fromarray(values)
 
 
+def deep(low: float, high: float, dtype: type, format: str = "TIFF") -> bytes:
+    values = np.full((10, 20), high, dtype=dtype)
+    values[:, :10] = low
+    return encoded(Image.fromarray(values), format)
+
+
 def animation(format: str) -> bytes:
     first, second = Image.new("RGB", (20, 10), RED), Image.new("RGB", (20, 10), BLUE)
     options = {"lossless": True} if format == "WEBP" else {}
@@ -52,6 +58,9 @@ PIXELS = {
     "grey16_png": (encoded(grey16(0x4040, 0xFFFF)), (0x40,) * 3, WHITE),
     "grey16_tiff": (encoded(grey16(0x0101, 0x8080), "TIFF"), (1,) * 3, (0x80,) * 3),
     "grey16_pgm": (encoded(grey16(0x4040, 0x8080), "PPM"), (0x40,) * 3, (0x80,) * 3),
+    "float_to_1": (deep(0.25, 1.0, np.float32), (64,) * 3, WHITE),
+    "float_to_255": (deep(0.25, 200.0, np.float32), (0,) * 3, (200,) * 3),
+    "integers_of_32_bits": (deep(1, 200, np.int32), (1,) * 3, (200,) * 3),
     "rgba_over_white": (encoded(half_and_half((255, 0, 0, 255), (0, 0, 0, 0), "RGBA")), RED, WHITE),
     "half_transparent": (encoded(Image.new("RGBA", (20, 10), (0, 0, 0, 51))), (204,) * 3, (204,) * 3),
     "grey_with_alpha": (encoded(half_and_half((0, 255), (0, 0), "LA")), (0,) * 3, WHITE),
@@ -117,6 +126,10 @@ UNREADABLE = {
     "header_only": encoded(NOISE)[:40],
     "none": None,
     "neither_bytes_nor_path": {"bytes": None, "path": None},
+    "float_beyond_255": deep(0, 256.0, np.float32),
+    "float_below_0": deep(-0.5, 1.0, np.float32),
+    "float_not_a_number": deep(0.5, float("nan"), np.float32),
+    "integers_beyond_255": deep(0, 65535, np.int32),
     "missing_file": "no/such/file.jpg",
     "number": 3,
 }
@@ -126,6 +139,19 @@ UNREADABLE = {
 def test_unreadable_images_raise_one_error(value):
     with pytest.raises(UnreadableImageError):
         decode_image(value)
+
+
+def test_values_that_are_no_grey_are_told():
+    with pytest.raises(
+        UnreadableImageError, match=r"^its values run from -0.5 to 1, and not within 0 to 1 or 0 to 255$"
+    ):
+        decode_image(UNREADABLE["float_below_0"])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_an_opened_image_is_its_file(dtype):
+    data = deep(0, 1, dtype)
+    assert decode_image(Image.open(BytesIO(data))).tobytes() == decode_image(data).tobytes()
 
 
 def test_a_decompression_bomb_is_unreadable(monkeypatch):

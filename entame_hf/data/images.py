@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -22,7 +23,8 @@ def decode_image(value: Any) -> Image.Image:
     """Decode an image to 8-bit RGB, upright and fully loaded.
 
     The EXIF orientation is applied, transparency is laid over white, 16-bit grey is scaled, and the first
-    frame of an animation is taken. Pillow's limits on huge images hold.
+    frame of an animation is taken. Floating grey runs to 1 where no value is above, else to 255; 32-bit integers
+    run to 255. Pillow's limits on huge images hold.
 
     Args:
         value (`dict`, `str`, `os.PathLike`, `bytes` or `PIL.Image.Image`):
@@ -33,7 +35,7 @@ def decode_image(value: Any) -> Image.Image:
         `PIL.Image.Image`: The image, in mode "RGB".
 
     Raises:
-        UnreadableImageError: If it can't be decoded.
+        UnreadableImageError: If it can't be decoded, or has values that are no grey.
 
     Example:
 
@@ -47,13 +49,13 @@ def decode_image(value: Any) -> Image.Image:
     # Broken files make Pillow's decoders raise nearly anything: SyntaxError, struct.error, IndexError...
     try:
         if isinstance(value, Image.Image):
-            return _to_rgb(ImageOps.exif_transpose(value))
+            return _to_rgb(ImageOps.exif_transpose(value), _is_deep(value))
         if not isinstance(value, str | os.PathLike | bytes):
             raise TypeError(f"no image but {type(value).__name__}")
         with Image.open(BytesIO(value) if isinstance(value, bytes) else value) as image:
             ImageOps.exif_transpose(image, in_place=True)
-            return _to_rgb(image)
-    except MemoryError:
+            return _to_rgb(image, _is_deep(image))
+    except (MemoryError, UnreadableImageError):
         raise
     except UnidentifiedImageError as error:
         raise UnreadableImageError("not an image, or of an unknown format") from error
@@ -108,13 +110,28 @@ def encoded_bytes(value: Any) -> bytes | None:
     return value if isinstance(value, bytes) else None
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def _is_deep(image: Image.Image) -> bool:
+    """Tell whether values don't say by their type which of them is white: floats, and a TIFF's 32-bit integers."""
+    bits = getattr(image, "tag_v2", {}).get(TiffImagePlugin.BITSPERSAMPLE)
+    return image.mode == "F" or (image.mode == "I" and bits == (32,))
+
+
+def _to_rgb(image: Image.Image, deep: bool) -> Image.Image:
     image.load()
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        # Pillow converts these to RGB by clipping at 255: all white.
-        grey = np.asarray(image).clip(0, 65535) / 257
+    # Pillow converts these to RGB by clipping at 255: all white, or all black.
+    if deep or image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        grey = _levels(values) if deep else values.clip(0, 65535) / 257
         return Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def _levels(values: NDArray[Any]) -> NDArray[Any]:
+    low, high = values.min(), values.max()
+    # No number is neither.
+    if not (low >= 0 and high <= 255):
+        raise UnreadableImageError(f"its values run from {low:g} to {high:g}, and not within 0 to 1 or 0 to 255")
+    return values * 255 if high <= 1 and values.dtype.kind == "f" else values
