@@ -81,7 +81,7 @@ class Augmentation:
         for flag, alpha in (("--mixup_alpha", mixup_alpha), ("--cutmix_alpha", cutmix_alpha)):
             if alpha != 0 and not _ALPHA[0] <= alpha <= _ALPHA[1]:
                 raise InputError(
-                    f"{flag} {alpha} must be 0, which is off, or from {_ALPHA[0]} to {_ALPHA[1]}: try 0.2."
+                    f"{flag} {alpha} must be 0, which is off, or from {_ALPHA[0]:g} to {_ALPHA[1]:g}: try 0.2."
                 )
         self.name, self.seed = name, seed
         self.mixup_alpha, self.cutmix_alpha = mixup_alpha, cutmix_alpha
