@@ -239,7 +239,7 @@ def test_what_a_method_has_several_values_of_is_a_grid(read):
     lines += [line("LP-FT", model="big", settings={"learning_rate": 1e-3})]
     runs = read(lines)
     varied = varied_settings(runs)
-    assert varied == {"learning_rate": {"1e-3", "1e-4"}}
+    assert varied == {(model, "D"): {"learning_rate": {"1e-3", "1e-4"}} for model in ("big", "small")}
     groups = {group.title: group.methods for group in groups_of(runs, varied)}
     assert groups == {
         "`learning_rate` 1e-3": ["entame", "fastai", "keep, head x10", "LP-FT"],
@@ -253,6 +253,24 @@ def test_a_setting_that_some_lines_lack_tells_them_apart(read):
         "`weight_decay` 0.1",
         "`weight_decay` null",
     ]
+
+
+def test_cells_where_nothing_varies_count_once(tmp_path, read):
+    lines = suite(["M", "N"], ["D", "E"], ("base", "entame", "keep"))
+    lines += [each | {"settings": each["settings"] | {"batch": 64}} for each in lines if each["dataset"] == "D"]
+    # A rate of its own is in both groups of its cell, and in the one of the others.
+    lines += [line("fastai", dataset=dataset, settings={"learning_rate": 2e-3, "batch": 32}) for dataset in "DE"]
+    runs = read(lines)
+    groups = {group.title: group for group in groups_of(runs, varied_settings(runs))}
+    assert {title: group.datasets for title, group in groups.items()} == {
+        "": ["E"],
+        "`batch` 64": ["D"],
+        "`batch` null": ["D"],
+    }
+    assert all(group.methods[-1] == "fastai" for group in groups.values())
+    text = write_report([tmp_path / "lines.jsonl"], tmp_path / "out")[0].read_text()
+    assert "of 6** cells" in text
+    assert text.count("### Accuracy at the end, E") == 1
 
 
 def suite(models, datasets, methods=("base", "entame", "keep", "LP-FT"), seeds=3):

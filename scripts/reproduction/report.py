@@ -78,10 +78,8 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     runs = read_runs(results)
     varied = varied_settings(runs)
     compared, points = head_rates.split(runs)
-    varied.pop("head_lr", None)
-    groups = groups_of(compared, varied)
-    varied.pop("learning_rate", None)
-    curves = groups_of(points, varied)
+    groups = groups_of(compared, varied, beside={"head_lr"})
+    curves = groups_of(points, varied, beside={"head_lr", "learning_rate"})
     figures: dict[str, Figure | None] = {}
     body = [_section(group, figures, styles_of(groups)) for group in groups]
     body += [_head_rates(groups, curves, figures)]

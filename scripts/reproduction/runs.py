@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -19,6 +19,8 @@ PAPER: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("paper.js
 # By the label of the method in a suite, in the order of columns and legends; others follow in alphabetical order.
 METHODS = {"base": "Base", "base_wu": "Base+WU", "mei": "MEI", "entame": "ENTAME", "keep": "keep", "fn": "FN"}
 EARLY_STEPS = 10
+# By model and data set: settings that vary there, with the values that they have.
+Varied = dict[tuple[str, str], dict[str, set[str]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,31 +133,48 @@ def read_runs(files: Iterable[Path]) -> list[Run]:
     return [runs[key] for key in sorted(runs, key=natural)]
 
 
-def varied_settings(runs: Iterable[Run]) -> dict[str, set[str]]:
-    """Find the settings of a grid, with their values: those of which a method has several on one model and data set.
+def varied_settings(runs: Iterable[Run]) -> Varied:
+    """Find the settings of a grid in each cell, with their values: those of which a method has several there.
 
     A method's own arguments, and the exceptions that a suite makes for a model, are none.
+
+    Returns:
+        `dict`: settings and their values by model and data set; cells where nothing varies are left out.
     """
     settings: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for run in runs:
         settings.setdefault((run.model, run.dataset, run.method), []).append(run.settings)
-    varied: dict[str, set[str]] = {}
-    for same in settings.values():
-        for key in set().union(*same):
+    varied: Varied = {}
+    for (model, dataset, _), same in settings.items():
+        for key in sorted(set().union(*same)):
             values = {short(each.get(key)) for each in same}
             if len(values) > 1:
-                varied.setdefault(key, set()).update(values)
-    return {key: varied[key] for key in sorted(varied)}
+                varied.setdefault((model, dataset), {}).setdefault(key, set()).update(values)
+    return varied
 
 
-def groups_of(runs: Iterable[Run], varied: Mapping[str, set[str]]) -> list[Group]:
-    """Sort runs into groups of one value each of the settings named; what has another value of its own is in all."""
+def groups_of(runs: Iterable[Run], varied: Varied, beside: Collection[str] = ()) -> list[Group]:
+    """Sort the runs of each cell into groups of one value each of what varies there.
+
+    What has a value of its own, which is none of the grid's, is in all groups of its cell. Groups of the same values
+    are one over cells; so are the cells where nothing varies.
+
+    Args:
+        runs (iterable of `Run`): all or some of the runs in which settings vary.
+        varied (`dict`): as [`varied_settings`] finds them.
+        beside (collection of `str`, *optional*): settings that may differ within a group.
+
+    Returns:
+        `list[Group]`: with titles that say the values, in their order.
+    """
     members: dict[str, list[Run]] = {}
     for run in runs:
-        own = {key: short(run.settings.get(key)) for key in varied}
-        places = ({own[key]} if own[key] in values else values for key, values in varied.items())
+        found = sorted(varied.get((run.model, run.dataset), {}).items())
+        settings = {key: values for key, values in found if key not in beside}
+        own = {key: short(run.settings.get(key)) for key in settings}
+        places = ({own[key]} if own[key] in values else values for key, values in settings.items())
         for point in product(*places):
-            title = ", ".join(f"`{key}` {value}" for key, value in zip(varied, point, strict=True))
+            title = ", ".join(f"`{key}` {value}" for key, value in zip(settings, point, strict=True))
             members.setdefault(title, []).append(run)
     return [Group(title, tuple(members[title])) for title in sorted(members, key=natural)]
 
