@@ -36,11 +36,28 @@ def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
     ['fc.weight', 'fc.bias']
     ```
     """
+    with frozen_parameters(model, heads), eval_backbone(model, heads):
+        yield
+
+
+@contextmanager
+def frozen_parameters(model: nn.Module, heads: list[Head]) -> Iterator[None]:
+    """Let no parameter but the heads' learn while this context lasts; running statistics go on."""
     learning = {id(parameter) for head in heads for parameter in head.module.parameters()}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in learning]
-    still = list(_without_heads(model, {head.module for head in heads}))
     for parameter in frozen:
         parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def eval_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
+    """Keep all but the heads in eval mode while this context lasts; parameters may learn."""
+    still = list(_without_heads(model, {head.module for head in heads}))
     for module in still:
         module.eval()
         # Whoever trains calls model.train() before every step. A partial survives copies and pickles.
@@ -48,8 +65,6 @@ def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
         for module in still:
             del vars(module)["train"]
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -132,16 +133,20 @@ def parameters(model, kind=torch.nn.Module):
     return {f"{name}.{own}" for name, module in modules for own, _ in module.named_parameters(recurse=False)}
 
 
-def test_lp_ft_probes_and_then_fine_tunes(tmp_path):
+@pytest.mark.parametrize("still", [True, False])
+def test_lp_ft_probes_and_then_fine_tunes(tmp_path, still):
     noted, model = train_peer(
-        tmp_path, entame_method="keep", schedule="lp_ft", probe_learning_rate=1e-2, learning_rate=1e-3
-    )
+        tmp_path, entame_method="keep", schedule="lp_ft", probe_learning_rate=1e-2, learning_rate=1e-3,
+        still_statistics=still,
+    )  # fmt: skip
     probe, rest, every = noted[:3], noted[3:], parameters(model)
     assert all(step["moving"] == HEAD and step["rates"] == [1e-2] * len(step["rates"]) for step in probe)
     assert all(step["moving"] == every and step["rates"] == [1e-3] * len(step["rates"]) for step in rest)
-    # The backbone's running statistics stand still in the probe only.
-    assert all(torch.equal(step["statistics"], probe[0]["statistics"]) for step in probe)
-    assert not torch.equal(rest[0]["statistics"], probe[0]["statistics"])
+    # The backbone's mode is the same in both phases.
+    same = [torch.equal(one["statistics"], other["statistics"]) for one, other in pairwise(noted)]
+    assert same == [still] * 8
+    model.train()
+    assert model.timm_model.bn1.training
     # Adam starts anew.
     assert [step["remembered"] for step in noted[:5]] == [0, 2, 2, 0, len(every)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
-from entame_hf.freeze import frozen_backbone
+from entame_hf.freeze import eval_backbone, frozen_parameters
 from entame_hf.heads import find_heads
 
 # What fastai trains even where the rest stands still.
@@ -37,6 +37,10 @@ class RunArguments(EntameTrainingArguments):
         default=None, metadata={"help": "lp_ft: learning rate of its first phase; by default the second's."}
     )
     decay_steps: int = field(default=1, metadata={"help": "head_decay: steps until the head is as slow as the rest."})
+    still_statistics: bool = field(
+        default=False,
+        metadata={"help": "The backbone learns in eval mode: running statistics stand still throughout."},
+    )
     zero_head: bool = field(default=False, metadata={"help": "Set the head to zero before it is kept."})
     max_grad_norm: float = field(default=0.0, metadata={"help": "Clip gradients to this; 0 is off, as in the paper."})
     dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether a smaller last batch is left out."})
@@ -54,6 +58,12 @@ class RunArguments(EntameTrainingArguments):
 
 class RunTrainer(EntameTrainer):
     """An [`EntameTrainer`] without what costs each step and is only reported."""
+
+    # Before the heads are started and until the training ends: whichever mode the backbone is in, it does not change.
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        still = eval_backbone(self.model, find_heads(self.model)) if self.args.still_statistics else nullcontext()
+        with still:
+            return super()._inner_training_loop(*args, **kwargs)
 
     # Counts all parameters, each step.
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -119,9 +129,10 @@ class _Phases(TrainerCallback):
 class ProbeThenFineTune(TwoPhaseTrainer):
     """LP-FT: a linear probe for `probe_epochs`, then fine-tuning for the rest of the same number of epochs.
 
-    The probe reads a backbone in eval mode: running statistics stand still as well, as where features are computed
-    once beforehand, which is how the authors train it. Its learning rate is `probe_learning_rate`, and that of the
-    fine-tuning `learning_rate`; both are constant. With `head_lr_multiplier`, the head learns faster in both phases.
+    The authors keep batch normalisation in eval mode in both phases: that is `still_statistics`. Its mode is the same
+    in both in any case, because a head that was fitted to the features of one mode does not fit those of the other.
+    The probe's learning rate is `probe_learning_rate`, and that of the fine-tuning `learning_rate`; both are constant,
+    and neither is tuned, where the authors sweep. With `head_lr_multiplier`, the head learns faster in both phases.
 
     Source: Kumar et al., [Fine-tuning can distort pretrained features and underperform
     out-of-distribution](https://arxiv.org/abs/2202.10054), 2022.
@@ -132,7 +143,7 @@ class ProbeThenFineTune(TwoPhaseTrainer):
         return self.args.probe_epochs
 
     def still(self) -> AbstractContextManager[None]:
-        return frozen_backbone(self.model, find_heads(self.model))
+        return frozen_parameters(self.model, find_heads(self.model))
 
     def scheduler(self, phase: int, steps: int) -> LRScheduler:
         probe = self.args.probe_learning_rate or self.args.learning_rate
@@ -152,9 +163,9 @@ class FastaiFineTune(TwoPhaseTrainer):
 
     Different: the head is the architecture's own, not fastai's two layers over two poolings; Adam has no weight decay
     (0.01 there), a second momentum of 0.999 (0.99 there) and ε of 1e-8 (1e-5 there), as all methods here; of `epochs`
-    epochs, the frozen one is the first, so that no method trains longer. fastai cuts the backbone where each
-    architecture's authors thought best, a ResNet after its second stage; here it is cut after half of its parameter
-    tensors, which is within a block of that.
+    epochs, the frozen one is the first, so that no method trains longer. fastai cuts torchvision's backbones where it
+    thinks best, a ResNet after its second stage, and timm's not at all; here it is cut after half of the parameter
+    tensors, which in a ResNet-50 is within a block of that.
 
     Source: [`fastai/callback/schedule.py`](https://github.com/fastai/fastai/blob/main/fastai/callback/schedule.py)
     (Apache-2.0).
