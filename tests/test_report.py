@@ -9,10 +9,20 @@ from itertools import product
 import numpy as np
 import pytest
 from reproduction import statistics
+from reproduction.findings import findings
 from reproduction.head_rates import head_rate_curves, recommended_table, rule_table, split
 from reproduction.report import write_report
 from reproduction.runs import groups_of, read_runs, varied_settings
-from reproduction.tables import converged_table, gain_table, noise_table, step_ratios, steps_table, verdicts
+from reproduction.tables import (
+    accuracy_table,
+    early,
+    final,
+    gain_table,
+    noise_table,
+    step_ratios,
+    steps_table,
+    verdicts,
+)
 from scipy import stats
 
 from entame_hf import InputError
@@ -168,14 +178,14 @@ def test_cells_that_miss_one_method_are_shown_as_missing(group):
     lines = [line("base", 0), line("entame", 0), line("base", 0, model="N"), line("keep", 1, dataset="E")]
     found = group(lines)
     assert cells(gain_table(found)) == {"": ["D", "E"], "---": ["---"] * 2, "M": ["+0.0 (1)", "–"], "N": ["–", "–"]}
-    assert cells(converged_table(found, "D"))["N"] == ["90.0 (1)", "–", "–"]
-    assert cells(converged_table(found, "E"))["N"] == ["–", "–", "–"]
+    assert cells(accuracy_table(found, "D", final))["N"] == ["90.0 (1)", "–", "–"]
+    assert cells(accuracy_table(found, "E", final))["N"] == ["–", "–", "–"]
 
 
 def test_the_best_and_what_is_as_good_are_bold(group):
     accuracies = {"base": [0.7, 0.8], "mei": [0.91, 0.93], "entame": [0.92, 0.9], "LP-FT": [0.5, 0.6]}
     lines = [line(method, seed, final=final) for method in accuracies for seed, final in enumerate(accuracies[method])]
-    table = cells(converged_table(group(lines), "D"))
+    table = cells(accuracy_table(group(lines), "D", final))
     assert table["D"] == ["Base", "MEI", "ENTAME", "LP-FT"]
     # ENTAME − MEI is +1 and −3 points: −1 on average, with a standard error of 2.
     assert table["M"] == ["75.0 ± 7.1 (2)", "**92.0 ± 1.4** (2)", "**91.0 ± 1.4** (2)", "55.0 ± 7.1 (2)"]
@@ -183,8 +193,8 @@ def test_the_best_and_what_is_as_good_are_bold(group):
 
 def test_ties_are_all_bold(group):
     lines = [line(method, seed, final=0.9) for method in ("mei", "entame") for seed in range(3)]
-    assert cells(converged_table(group(lines), "D"))["M"] == ["**90.0 ± 0.0** (3)"] * 2
-    assert verdicts(group(lines), "D") == [
+    assert cells(accuracy_table(group(lines), "D", final))["M"] == ["**90.0 ± 0.0** (3)"] * 2
+    assert verdicts(group(lines), "D", final) == [
         "Above ENTAME: none.",
         "Below ENTAME: none.",
         "Not told apart from ENTAME: **MEI** (M +0.0 ± 0.0).",
@@ -193,7 +203,7 @@ def test_ties_are_all_bold(group):
 
 def test_the_papers_figures_stand_beside_ours(group):
     lines = [line(method, model="VGG16", dataset="CIFAR10") for method in ("base", "entame", "keep")]
-    row = cells(converged_table(group(lines), "CIFAR10"))["VGG16"]
+    row = cells(accuracy_table(group(lines), "CIFAR10", final))["VGG16"]
     assert ["paper 87.50 ± 0.37" in row[0], "paper 89.19 ± 0.25" in row[1], "paper" in row[2]] == [True, True, False]
 
 
@@ -205,18 +215,35 @@ def test_a_peer_that_beats_entame_is_named(group):
         for i, (method, mean) in enumerate(means.items())
         for seed in range(4)
     ]
-    above, below, equal = verdicts(group(lines), "D")
+    above, below, equal = verdicts(group(lines), "D", final)
     assert above.startswith("Above ENTAME: **keep** (M −5.0 ± ")
     assert below.startswith("Below ENTAME: **Base** (M +30.0 ± ")
     assert equal.startswith("Not told apart from ENTAME: **zero head** (M −0.2 ± ")
+
+
+def test_the_first_ten_steps_are_compared_as_the_end_is(group):
+    early_means, noise = {"base": 0.1, "entame": 0.3, "LP-FT": 0.4}, [0.0, 0.02, 0.04, 0.01]
+    lines = [
+        line(method, seed, "VGG16", "CIFAR10", final=0.9, early=mean + noise[(seed + i) % 4])
+        for i, (method, mean) in enumerate(early_means.items())
+        for seed in range(4)
+    ]
+    table = accuracy_table(group(lines), "CIFAR10", early)
+    assert cells(table)["VGG16"][2].startswith("**41.8 ±")
+    # The paper has no such table.
+    assert "paper" not in table
+    above, below, equal = verdicts(group(lines), "CIFAR10", early)
+    assert above.startswith("Above ENTAME: **LP-FT** (VGG16 −10.0 ± ")
+    assert below.startswith("Below ENTAME: **Base** (VGG16 +20.0 ± ")
+    assert equal == "Not told apart from ENTAME: none."
 
 
 def test_the_more_methods_are_compared_the_more_it_takes_to_tell_them_apart(group):
     # p = 0.039 by itself, and 0.078 as one of two.
     finals = {"entame": [0.8] * 4, "base": [0.785, 0.785, 0.795, 0.795], "keep": [0.785, 0.785, 0.795, 0.795]}
     lines = [line(method, seed, final=final) for method in finals for seed, final in enumerate(finals[method])]
-    assert verdicts(group(lines[:8]), "D")[1] == "Below ENTAME: **Base** (M +1.0 ± 0.9)."
-    assert verdicts(group(lines), "D")[1] == "Below ENTAME: none."
+    assert verdicts(group(lines[:8]), "D", final)[1] == "Below ENTAME: **Base** (M +1.0 ± 0.9)."
+    assert verdicts(group(lines), "D", final)[1] == "Below ENTAME: none."
 
 
 def test_steps_to_where_others_end(group):
@@ -312,13 +339,36 @@ def test_the_page_shows_every_picture_and_counts_what_the_lines_show(tmp_path):
     page, *pictures = write_report([write(lines, tmp_path / "lines")], tmp_path / "out")
     text = page.read_text()
     assert all(f"]({picture.name})" in text for picture in pictures)
-    assert "first 10 steps is above Base's with p < 0.01, in **1 of 2** cells. Not with Net 2, E (−1.0 ± 2.5" in text
-    assert "Its accuracy at the end is at or above *keep*'s" in text
-    assert "confidence interval, in **1 of 2** cells. Not with Net 2, E (−4" in text
+    assert "first 10 steps is above Base's with p < 0.01, in **1 of 2** cells. Not with Net 2 E −1.0 ± 2.5" in text
+    assert "Against *keep* at the end: ahead in **0 of 2** cells, behind in 1 (Net 2 E −4" in text
+    assert text.index("### Accuracy over the first 10 steps, D") < text.index("### Accuracy at the end, D")
     assert "24 runs, by suite: synthetic; seeds in a cell: 3." in text
     # Four runs of 30 seconds at a time: 480 an hour.
     assert "24 runs, 720 s of them all together; with 4 at a time" in text
     assert "480 runs an hour" in text
+
+
+def test_findings_name_the_cells_where_entame_is_not_ahead(read):
+    noise = [0.0, 0.002, 0.004, 0.001]
+    # By data set: the mean accuracy at the end of each method.
+    means = {"A": (0.9, 0.8, 0.7), "B": (0.9, 0.92, 0.85), "C": (0.9, 0.9, 0.95)}
+    lines = [
+        line(method, seed, dataset=dataset, final=mean + noise[(seed + i) % 4], early=0.2 + 0.1 * i + noise[seed])
+        for dataset, finals in means.items()
+        for i, (method, mean) in enumerate(zip(("entame", "keep", "LP-FT"), finals, strict=True))
+        for seed in range(4)
+    ]
+    lines += [line("MEI", 0, dataset="B", final=0.1)]
+    _, base, keep, best, peer, slow = findings(groups_of(read(lines), {}))
+    assert base == "Against Base at the end: no cell has three seeds of both."
+    assert keep.startswith("Against *keep* at the end: ahead in **1 of 3** cells, behind in 1 (M B −2.0 ± ")
+    assert "not told apart in 1 (M C +0.0 ± 0.4)." in keep
+    assert best.endswith(", of 3 cells: **ENTAME** (1), **keep** (1: M B), **LP-FT** (1: M C).")
+    assert peer == (
+        "Against LP-FT: ahead in **0 of 3** cells, behind in 3, not told apart in 0 over the first 10 steps; "
+        "ahead in **2 of 3** cells, behind in 1, not told apart in 0 at the end."
+    )
+    assert "no cell has three seeds" in slow
 
 
 def test_a_report_without_entame_or_of_one_seed_says_what_it_can(tmp_path):

@@ -5,32 +5,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from .runs import Group, Run, name_of, natural
-from .statistics import LEAST_SEEDS, Comparison, summary
-from .tables import compare, difference, early, final, p_value
+from .runs import METHODS, Group, Run, name_of, natural
+from .statistics import LEAST_SEEDS, Comparison, holm, summary
+from .tables import SIGNIFICANT, Measure, compare, difference, early, final, p_value
+
+MEASURES = {"over the first 10 steps": early, "at the end": final}
+UNTESTED = "no cell has three seeds of both"
 
 
 def findings(groups: Sequence[Group]) -> list[str]:
-    """Say in sentences what the lines show of ENTAME, and name every cell that disagrees."""
-    gains = _comparisons(groups, "base", early)
-    over_base, over_keep = _comparisons(groups, "base", final), _comparisons(groups, "keep", final)
+    """Say in sentences what the lines show of ENTAME, and name the cells that disagree."""
     said = [
         _count(
             "ENTAME's mean accuracy over the first 10 steps is above Base's with p < 0.01",
-            gains,
+            _comparisons(groups, "base", early),
             lambda gain: gain.difference > 0 and gain.p < 0.01,
         ),
-        _count("Its accuracy at the end is at or above Base's", over_base, lambda gain: gain.difference >= 0),
-        _count(
-            "Its accuracy at the end is at or above *keep*'s, or below it within the 95 % confidence interval",
-            over_keep,
-            lambda gain: gain.difference >= 0 or gain.difference + gain.margin >= 0,
-        ),
+        f"Against Base at the end: {_standing(_comparisons(groups, 'base', final))}.",
+        f"Against *keep* at the end: {_standing(_comparisons(groups, 'keep', final))}.",
     ]
-    best = Counter(method for group in groups for method in _best(group))
-    if best:
-        wins = ", ".join(f"**{name_of(method)}** ({count})" for method, count in best.most_common())
-        said.append(f"Highest mean accuracy at the end, of {best.total()} cells: {wins}.")
+    won = _won(groups)
+    if won:
+        wins = ", ".join(
+            f"**{name_of(method)}** ({len(cells)}{'' if method == 'entame' else ': ' + ', '.join(cells)})"
+            for method, cells in sorted(won.items(), key=lambda item: -len(item[1]))
+        )
+        said.append(f"Highest mean accuracy at the end, of {sum(map(len, won.values()))} cells: {wins}.")
+    for peer in sorted({method for group in groups for method in group.methods} - set(METHODS), key=natural):
+        standings = [f"{_standing(_comparisons(groups, peer, of), False)} {when}" for when, of in MEASURES.items()]
+        said.append(f"Against {peer}: {'; '.join(standings)}.")
     return said
 
 
@@ -58,9 +61,9 @@ def provenance(runs: Sequence[Run]) -> list[str]:
     return said + [f"`{command}`" for command in sorted({run.command for run in runs})]
 
 
-def _comparisons(groups: Iterable[Group], other: str, of: Callable[[Run], float | None]) -> dict[str, Comparison]:
+def _comparisons(groups: Iterable[Group], other: str, of: Measure) -> dict[str, Comparison]:
     found = {
-        ", ".join(filter(None, (model, dataset, group.title))): compare(group, model, dataset, "entame", other, of)
+        _cell(group, model, dataset): compare(group, model, dataset, "entame", other, of)
         for group in groups
         for model, dataset in group.cells
     }
@@ -71,23 +74,44 @@ def _comparisons(groups: Iterable[Group], other: str, of: Callable[[Run], float 
     }
 
 
+def _cell(group: Group, model: str, dataset: str) -> str:
+    return f"{model} {dataset}" + (f" ({group.title})" if group.title else "")
+
+
 def _count(claim: str, found: dict[str, Comparison], holds: Callable[[Comparison], bool]) -> str:
     if not found:
-        return f"{claim}: no cell has three seeds of both."
-    failing = [f"{cell} ({difference(it)}{p_value(it.p)})" for cell, it in found.items() if not holds(it)]
+        return f"{claim}: {UNTESTED}."
+    failing = [f"{cell} {difference(it)}{p_value(it.p)}" for cell, it in found.items() if not holds(it)]
     named = f" Not with {'; '.join(failing)}." if failing else ""
     return f"{claim}, in **{len(found) - len(failing)} of {len(found)}** cells.{named}"
 
 
-def _best(group: Group) -> list[str]:
-    """The method with the highest mean in each cell that ENTAME and another one ran."""
-    winners = []
-    for model, dataset in group.cells:
-        found = {method: summary(group.values(model, dataset, method, final).values()) for method in group.methods}
-        means = {method: it.mean for method, it in found.items() if it is not None}
-        if "entame" in means and len(means) > 1:
-            winners.append(max(means, key=lambda method: means[method]))
-    return winners
+def _standing(found: dict[str, Comparison], named: bool = True) -> str:
+    """Count the cells where ENTAME is ahead, behind and neither, and name those where it is not ahead."""
+    if not found:
+        return UNTESTED
+    sides: dict[str, list[str]] = {"ahead": [], "behind": [], "not told apart": []}
+    for (cell, it), p in zip(found.items(), holm([it.p for it in found.values()]), strict=True):
+        side = "not told apart" if p >= SIGNIFICANT else "ahead" if it.difference > 0 else "behind"
+        sides[side].append(f"{cell} {difference(it)}")
+    ahead, *others = sides.items()
+    parts = [f"ahead in **{len(ahead[1])} of {len(found)}** cells"]
+    for side, cells in others:
+        parts.append(f"{side} in {len(cells)}" + (f" ({', '.join(cells)})" if named and cells else ""))
+    return ", ".join(parts)
+
+
+def _won(groups: Iterable[Group]) -> dict[str, list[str]]:
+    """Name, by the method with the highest mean, the cells that ENTAME and another method ran."""
+    won: dict[str, list[str]] = {}
+    for group in groups:
+        for model, dataset in group.cells:
+            found = {method: summary(group.values(model, dataset, method, final).values()) for method in group.methods}
+            means = {method: it.mean for method, it in found.items() if it is not None}
+            if "entame" in means and len(means) > 1:
+                best = max(means, key=lambda method: means[method])
+                won.setdefault(best, []).append(_cell(group, model, dataset))
+    return won
 
 
 def _names(runs: Iterable[Run]) -> set[str]:

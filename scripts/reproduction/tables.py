@@ -24,6 +24,8 @@ CONVERGED = {"CIFAR10": "cifar10_acc", "CIFAR100": "cifar100_acc", "Caltech101":
 COLUMNS = {"base": "Base", "base_wu": "Base+WU", "mei": "MEI", "entame": "MEI+FN"}
 REFERENCES = ("base", "keep")
 SIGNIFICANT = 0.05
+# What is compared of two runs, in percent; None where it was not measured.
+Measure = Callable[[Run], float | None]
 
 
 def final(run: Run) -> float:
@@ -58,27 +60,28 @@ def gain_table(group: Group) -> str:
     return _by_model_and_dataset(group, cell)
 
 
-def converged_table(group: Group, dataset: str) -> str:
-    """The accuracy at the end of the runs on one data set, the best in bold."""
+def accuracy_table(group: Group, dataset: str, of: Measure) -> str:
+    """The accuracy, early or at the end, of the runs on one data set, the best in bold."""
+    papers = CONVERGED.get(dataset, "") if of is final else ""
     rows = []
     for model in group.models:
-        values = {method: group.values(model, dataset, method, final) for method in group.methods}
+        values = {method: group.values(model, dataset, method, of) for method in group.methods}
         compared = [found for found in values.values() if found]
         best = max(compared, key=mean, default={})
         cells = []
         for method, found in values.items():
             bold = "**" if len(compared) > 1 and found and (found is best or within_one_error(best, found)) else ""
-            cells.append(spread(found, bold) + _paper(CONVERGED.get(dataset, ""), model, COLUMNS.get(method, "")))
+            cells.append(spread(found, bold) + _paper(papers, model, COLUMNS.get(method, "")))
         rows.append([model, *cells])
     return markdown([dataset, *map(name_of, group.methods)], rows)
 
 
-def verdicts(group: Group, dataset: str) -> list[str]:
-    """Say where ENTAME ends above or below another method, by paired t-tests with Holm's correction."""
+def verdicts(group: Group, dataset: str, of: Measure) -> list[str]:
+    """Say where ENTAME is above or below another method, by paired t-tests with Holm's correction."""
     found = []
     for method in (method for method in group.methods if method != "entame"):
         for model in group.models:
-            comparison = compare(group, model, dataset, "entame", method, final)
+            comparison = compare(group, model, dataset, "entame", method, of)
             if comparison is not None and comparison.n >= LEAST_SEEDS:
                 found.append((method, model, comparison))
     adjusted = holm([comparison.p for _, _, comparison in found])
@@ -115,16 +118,15 @@ def step_ratios(group: Group, model: str, dataset: str, reference: str) -> Value
     }
 
 
-def compare(
-    group: Group, model: str, dataset: str, first: str, second: str, of: Callable[[Run], float | None]
-) -> Comparison | None:
+def compare(group: Group, model: str, dataset: str, first: str, second: str, of: Measure) -> Comparison | None:
     return paired(group.values(model, dataset, first, of), group.values(model, dataset, second, of))
 
 
 def difference(comparison: Comparison) -> str:
     """Write a difference in percentage points with its 95 % confidence interval."""
     margin = "" if math.isnan(comparison.margin) else f" ± {comparison.margin:.1f}"
-    return f"{comparison.difference:+.1f}{margin}".replace("-", "−")
+    # Adding zero makes −0.0 that of all tables: 0.0.
+    return f"{round(comparison.difference, 1) + 0:+.1f}{margin}".replace("-", "−")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
