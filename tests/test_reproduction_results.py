@@ -10,6 +10,7 @@ import pytest
 from reproduction.processes import Place, take_place
 from reproduction.results import append_line, done, identity, read_lines
 from reproduction.running import run_suite
+from torch.distributed import HashStore
 
 from entame_hf import InputError
 
@@ -65,6 +66,13 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path):
     with pytest.raises(InputError, match="give another file"):
         done(path)
     assert path.read_text() == '{"method": "keep", "seed": 0}\n'
+
+
+def test_processes_agree_on_what_is_done():
+    store = HashStore()
+    found = [Place(rank, 3, store).agree(own) for rank, own in enumerate((["a", "ä"], [], ["a", "ä", "c"]))]
+    assert found == [["a", "ä"]] * 3
+    assert Place().agree(["b"]) == ["b"]
 
 
 @pytest.mark.parametrize("world", [1, 2, 16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,14 @@ class Place:
         """
         start, end = (len(cells) * (self.rank + i) // self.world for i in (0, 1))
         return sorted(cells, key=kind)[start:end]
+
+    def agree(self, found: list[str]) -> list[str]:
+        """Give the first process's list in all of them: what each finds changes while the others work."""
+        if self.store is None:
+            return found
+        if self.rank == 0:
+            self.store.set("found", json.dumps(found))
+        return list(json.loads(self.store.get("found")))
 
     def total(self, **counts: int) -> dict[str, int]:
         """Wait for all processes, and add up what each counted.

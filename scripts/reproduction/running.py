@@ -61,10 +61,11 @@ def run_suite(name: str, cells: list[Cell], results: Path, place: Place) -> int:
     transformers.utils.logging.set_verbosity_error()
     # What is said of a configuration when it starts would be said in each of its runs.
     logging.getLogger("entame_hf.start").setLevel(logging.ERROR)
-    finished = done(results)
+    finished = set(place.agree(sorted(done(results))))
     # A model and a data set's images are read once, and cuDNN tries its kernels once for their sizes.
-    share = place.share(cells, lambda cell: (cell.model, cell.dataset))
-    left = [cell for cell in share if cell.identity not in finished]
+    left = place.share(
+        [cell for cell in cells if cell.identity not in finished], lambda cell: (cell.model, cell.dataset)
+    )
     common = {"suite": name, **_provenance(place)}
     # Sizes stay the same over many runs: cuDNN may try its kernels instead of guessing which is fast.
     torch.backends.cudnn.benchmark = True

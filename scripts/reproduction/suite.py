@@ -77,7 +77,7 @@ class Suite:
         methods: list[str] | None = None,
         seeds: int | None = None,
     ) -> list[Cell]:
-        """List the runs, one seed after the other, so that a suite which is stopped has whole seeds.
+        """List the runs, one seed after the other: what one process has done when it is stopped are whole seeds.
 
         Args:
             models, datasets, methods (`list[str]`, *optional*): labels of a part of the suite; all by default.
