@@ -116,11 +116,11 @@ def recommended_table(groups: Sequence[Group]) -> str:
                 behind.append(f"{model}, {dataset}: {name_of(best)}{by}")
         if pairs:
             good = len(pairs) - len(behind)
-            rows.append([group.title, f"{good} of {len(pairs)}", "; ".join(behind) or "none", _pooled(pairs)])
+            rows.append([group.title, f"{good} of {len(pairs)}", "; ".join(behind) or "none", _over_cells(pairs)])
             reached, cells = reached + good, cells + len(pairs)
     if not rows:
         return ""
-    header = ["", "at or above the best of the others", "behind", "over keep: points, p"]
+    header = ["", "at or above the best of the others", "behind", "over keep: points, p (cells)"]
     share = f"In all: **{reached} of {cells} cells ({reached / cells:.0%})**."
     return f"{markdown(header, rows)}\n\n{share}"
 
@@ -210,9 +210,9 @@ def _label(run: Run) -> tuple[str, str, str]:
     return run.model, run.dataset, run.method
 
 
-def _pooled(pairs: dict[tuple[str, str], tuple[Values, Values]]) -> str:
-    """Compare over all pairs of runs of the same model, data set and seed."""
-    ours = {(*cell, seed): value for cell, (found, _) in pairs.items() for seed, value in found.items()}
-    keeps = {(*cell, seed): value for cell, (_, found) in pairs.items() for seed, value in found.items()}
-    comparison = paired(ours, keeps)
+def _over_cells(pairs: dict[tuple[str, str], tuple[Values, Values]]) -> str:
+    """Test the mean differences of the cells: runs of one cell are alike, and no evidence of their own for others."""
+    found = {cell: paired(ours, keeps) for cell, (ours, keeps) in pairs.items()}
+    differences = {cell: it.difference for cell, it in found.items() if it is not None}
+    comparison = paired(differences, dict.fromkeys(differences, 0.0))
     return "–" if comparison is None else f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"

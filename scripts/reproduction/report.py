@@ -58,7 +58,8 @@ PICTURES = {
 }
 RECOMMENDED = """\
 The recipe `recommended` beside the best of all other methods in accuracy at the end: at or above it means within one
-standard error of the difference, paired by seed. Over *keep*, runs of the same model, data set and seed are pairs.
+standard error of the difference, paired by seed. Over *keep*, the t-test is one of the cells' mean differences, one
+number a model and data set, with their 95 % confidence interval: more seeds of a cell say nothing of other cells.
 
 {table}
 """
