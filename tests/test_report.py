@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 from reproduction import statistics
+from reproduction.deltas import CANDIDATES, delta_table, regrets
 from reproduction.findings import findings
 from reproduction.head_rates import head_rate_curves, recommended_table, rule_table, split
 from reproduction.report import write_report
@@ -26,6 +27,7 @@ from reproduction.tables import (
 from scipy import stats
 
 from entame_hf import InputError
+from entame_hf.head_rate import LOGIT_STEP
 
 STEPS = [*range(1, 11), 20, 40, 60]
 
@@ -449,6 +451,71 @@ def test_the_rule_is_compared_with_the_best_rate_that_was_set(read):
     # The best rate set is 1e-3 in both seeds; the rule measured twice and four times that.
     assert rows[0] == "| M, D | 1e-5 | ENTAME | 90.0 ± 0.0 (2) at 1e-3 | 85.5 ± 2.1 (2) at 2.83e-3 | no |"
     assert len(rows) == 4
+
+
+def rates_best_at(delta, methods=("mei", "keep"), datasets=("D", "E"), **settings):
+    """Runs whose accuracy falls by 10 points for each factor of ten that their head's rate is off that of δ."""
+    for method, dataset, rate, seed in product(methods, datasets, [1e-4, 1e-3, 1e-2, "auto"], range(2)):
+        rule = {"D": 1e-3, "E": 2e-3}[dataset]
+        # The rule measures half of its rate and twice of it.
+        used = rule * (2 if seed else 0.5) if rate == "auto" else rate
+        final = 0.9 - 0.1 * abs(math.log10(used / (rule * delta / LOGIT_STEP)))
+        measured = {"head_lr": used} if rate == "auto" else {}
+        yield line(
+            method,
+            seed,
+            "M",
+            dataset,
+            final,
+            settings={"head_lr": rate, "entame_method": method} | settings,
+            **measured,
+        )
+
+
+def deltas_of(runs):
+    varied = varied_settings(runs)
+    return delta_table(groups_of(split(runs)[1], varied, beside={"head_lr", "learning_rate"}))
+
+
+def test_what_each_delta_costs_is_read_off_the_rates_that_were_set(read):
+    # In D, the rule's 1e-3 is the rate that is best of those set; in E its 2e-3 lies between 1e-3, the best, and 1e-2.
+    lines = rates_best_at(LOGIT_STEP)
+    header, _, *rows = deltas_of(read(lines)).splitlines()
+    columns = [cell.strip() for cell in header.strip("|").split("|")]
+    assert columns[3:] == [f"δ = {delta}" for delta in ("0.03", "0.06", "0.125", "0.25", "0.5", "1")]
+    values = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    assert [row[:3] for row in values] == [
+        ["default", "1e-4", "MEI"],
+        ["default", "1e-4", "keep"],
+        ["default", "all", "all"],
+    ]
+    # E: means are 87.0 at 1e-3 and 83.0 at 1e-2, and so 85.8 at 2e-3: 1.2 below the best.
+    assert values[0][columns.index("δ = 0.25")] == "0.6, at most 1.2 (2)"
+    # D: half of the best rate costs 10 · log10(2). E: 1e-3 is δ = 0.125, and the best of those set.
+    assert values[0][columns.index("δ = 0.125")] == "1.5, at most 3.0 (2)"
+    assert values[2][columns.index("δ = 0.25")] == "0.6, at most 1.2 (4)"
+
+
+@pytest.mark.parametrize("best", CANDIDATES)
+def test_the_best_delta_costs_nothing_where_its_rate_was_set(best):
+    rates = [2e-3 * delta / LOGIT_STEP for delta in CANDIDATES]
+    curve = {rate: {0: 90 - abs(math.log(rate / (2e-3 * best / LOGIT_STEP)))} for rate in rates}
+    costs = regrets(curve, 2e-3)
+    assert costs == pytest.approx({delta: abs(math.log(delta / best)) for delta in CANDIDATES})
+
+
+def test_deltas_beyond_the_rates_that_were_set_are_left_out():
+    curve = {1e-3: {0: 90.0}, 4e-3: {0: 80.0, 1: 84.0}}
+    assert regrets(curve, 1e-3) == pytest.approx({0.25: 0.0, 0.5: 4.0, 1.0: 8.0})
+    assert regrets(curve, 1.0) == {}
+
+
+def test_optimizers_have_rows_of_their_own(read):
+    lines = [*rates_best_at(LOGIT_STEP), *rates_best_at(LOGIT_STEP, ["keep"], ["D"], optim="sgd")]
+    rows = [row.split(" | ")[:3] for row in deltas_of(read(lines)).splitlines()[2:]]
+    assert rows[-2:] == [["| sgd", "1e-4", "keep"], ["| sgd", "all", "all"]]
+    assert len(rows) == 5
+    assert deltas_of(read([each for each in lines if each["settings"]["head_lr"] != "auto"])) == ""
 
 
 def test_rates_that_vary_are_curves_and_no_columns(tmp_path):

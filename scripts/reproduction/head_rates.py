@@ -67,7 +67,7 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
     Returns:
         `matplotlib.figure.Figure` or `None`: there are no such runs.
     """
-    bases = _by_base(group, model, dataset)
+    bases = by_base(group, model, dataset)
     rates = {head_rate(run) for runs in bases.values() for run in runs if run.settings.get("head_lr") != "auto"}
     if len(rates) < 2:
         return None
@@ -83,7 +83,7 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
         axes.set_title(f"base rate {short(base)}")
     for axes in panels[-1]:
         axes.set_xlabel("learning rate of the head")
-    handles = {name: handles[name] for name in _in_order(handles)}
+    handles = {name: handles[name] for name in in_order(handles)}
     handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", marker="*", markersize=13)
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
     figure.suptitle(", ".join(filter(None, (f"{model} on {dataset}", plain(group.title)))))
@@ -134,9 +134,9 @@ def rule_table(groups: Sequence[Group]) -> str:
     rows = []
     for group in groups:
         for model, dataset in group.cells:
-            for base, runs in _by_base(group, model, dataset).items():
-                curves, chosen = _by_rate(runs, final)
-                for name in _in_order(chosen.keys() & curves.keys()):
+            for base, runs in by_base(group, model, dataset).items():
+                curves, chosen = by_rate(runs, final)
+                for name in in_order(chosen.keys() & curves.keys()):
                     best = max(curves[name], key=lambda rate: mean(curves[name][rate]))
                     fixed = curves[name][best]
                     rule = {seed: accuracy for seed, (_, accuracy) in chosen[name].items()}
@@ -146,7 +146,7 @@ def rule_table(groups: Sequence[Group]) -> str:
                             short(base),
                             name,
                             f"{spread(fixed)} at {short(best)}",
-                            f"{spread(rule)} at {short(_middle(rate for rate, _ in chosen[name].values()))}",
+                            f"{spread(rule)} at {short(middle(rate for rate, _ in chosen[name].values()))}",
                             "yes" if within_one_error(fixed, rule) else "no",
                         ]
                     )
@@ -154,7 +154,8 @@ def rule_table(groups: Sequence[Group]) -> str:
     return markdown(header, rows) if rows else ""
 
 
-def _by_base(group: Group, model: str, dataset: str) -> dict[float, list[Run]]:
+def by_base(group: Group, model: str, dataset: str) -> dict[float, list[Run]]:
+    """Sort the runs of a cell by their base rate."""
     bases: dict[float, list[Run]] = {}
     for run in group.runs:
         if (run.model, run.dataset) == (model, dataset):
@@ -162,7 +163,7 @@ def _by_base(group: Group, model: str, dataset: str) -> dict[float, list[Run]]:
     return dict(sorted(bases.items()))
 
 
-def _by_rate(
+def by_rate(
     runs: Sequence[Run], measure: Callable[[Run], float | None]
 ) -> tuple[dict[str, dict[float, dict[int, float]]], dict[str, dict[int, tuple[float, float]]]]:
     """Sort by method what was measured at each rate of the head that was set, and at the rate that the rule chose."""
@@ -178,13 +179,13 @@ def _by_rate(
 
 
 def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | None]) -> dict[str, Line2D]:
-    curves, chosen = _by_rate(runs, measure)
+    curves, chosen = by_rate(runs, measure)
     draw_groups(axes, {name: _series_by_seed(curve) for name, curve in curves.items()}, STYLES)
     for name, points in chosen.items():
         rates, values = np.array([*points.values()]).T
         bar = values.std(ddof=1) if len(values) > 1 else None
         style = {"color": STYLES.get(name, {}).get("color", "0.3"), "marker": "*", "markersize": 13, "zorder": 5}
-        axes.errorbar(_middle(rates), values.mean(), bar, markeredgecolor="white", **style)
+        axes.errorbar(middle(rates), values.mean(), bar, markeredgecolor="white", **style)
     axes.set_xscale("log")
     axes.grid(alpha=0.3)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -197,12 +198,13 @@ def _series_by_seed(curve: dict[float, dict[int, float]]) -> list[Series]:
     return [([rate for rate, _ in each], [value for _, value in each]) for each in points]
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sort names of methods as legends and tables have them."""
     return sorted(names, key=lambda name: ([*STYLES, name].index(name), name))
 
 
-def _middle(rates: Iterable[float]) -> float:
-    """The geometric mean: rates are compared by their ratios."""
+def middle(rates: Iterable[float]) -> float:
+    """Get the geometric mean: rates are compared by their ratios."""
     return float(np.exp(np.mean(np.log([*rates]))))
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from entame_hf import InputError
+from entame_hf.head_rate import LOGIT_STEP
 from entame_hf.plots import save_figures
 
-from . import head_rates, tables
+from . import deltas, head_rates, tables
 from .figures import model_figures, overview, styles_of
 from .findings import findings, provenance
 from .runs import Group, groups_of, read_runs, varied_settings
@@ -66,6 +67,16 @@ number a model and data set, with their 95 % confidence interval: more seeds of 
 RULE = """\
 Accuracy at the end with the rate that the rule measured (`head_lr: auto`), beside the best of the rates that were set;
 within one standard error of the difference, paired by seed. Which rate is best is read off the same runs.
+
+{table}
+"""
+DELTAS = """\
+The rule's rates are proportional to its δ, how far a step may move a logit, so the rates that were set are those of
+other δ: δ(rate) = {step:g} · rate ÷ the rate that `auto` measured, which is the geometric mean over seeds. Below is
+what each δ costs in accuracy at the end, in percentage points: the best mean over the rates that were set, minus the
+mean at the δ's rate, interpolated linearly in log(rate). Each row has the mean over its settings (model, data set,
+base rate and method), the largest, and their number. A setting where the δ's rate lies outside of those that were set
+is left out, so compare columns of equal numbers.
 
 {table}
 """
@@ -134,6 +145,8 @@ def _head_rates(groups: list[Group], curves: list[Group], figures: dict[str, Fig
     parts = [RECOMMENDED.format(table=table).strip()] if table else []
     rule = head_rates.rule_table(curves)
     parts += [RULE.format(table=rule).strip()] if rule else []
+    costs = deltas.delta_table(curves)
+    parts += [DELTAS.format(step=LOGIT_STEP, table=costs).strip()] if costs else []
     for group in curves:
         for model, dataset in group.cells:
             figure = head_rates.head_rate_curves(group, model, dataset)
