@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from reproduction import statistics
 from reproduction.deltas import CANDIDATES, delta_table, regrets
+from reproduction.figures import overview, styles_of
 from reproduction.findings import findings
 from reproduction.head_rates import head_rate_curves, recommended_table, rule_table, split
 from reproduction.report import write_report
@@ -153,7 +154,7 @@ def test_the_noise_share_is_that_before_the_first_update(group):
     ]
     table = cells(noise_table(group(lines)))
     assert table[""] == ["MNIST", "D"]
-    assert table["M"] == ["–", "50.0 ± 14.1 (2)"]
+    assert table["M"] == ["–", "50.0 (2)"]
     assert table["ResNet50"] == ["50.0 (1)<br><sub>paper 34.60 ± 0.75</sub>", "–"]
 
 
@@ -190,7 +191,7 @@ def test_the_best_and_what_is_as_good_are_bold(group):
     table = cells(accuracy_table(group(lines), "D", final))
     assert table["D"] == ["Base", "MEI", "ENTAME", "LP-FT"]
     # ENTAME − MEI is +1 and −3 points: −1 on average, with a standard error of 2.
-    assert table["M"] == ["75.0 ± 7.1 (2)", "**92.0 ± 1.4** (2)", "**91.0 ± 1.4** (2)", "55.0 ± 7.1 (2)"]
+    assert table["M"] == ["75.0 (2)", "**92.0** (2)", "**91.0** (2)", "55.0 (2)"]
 
 
 def test_ties_are_all_bold(group):
@@ -207,6 +208,31 @@ def test_the_papers_figures_stand_beside_ours(group):
     lines = [line(method, model="VGG16", dataset="CIFAR10") for method in ("base", "entame", "keep")]
     row = cells(accuracy_table(group(lines), "CIFAR10", final))["VGG16"]
     assert ["paper 87.50 ± 0.37" in row[0], "paper 89.19 ± 0.25" in row[1], "paper" in row[2]] == [True, True, False]
+
+
+def test_means_have_the_confidence_intervals_that_the_papers_have(group):
+    finals = [0.7, 0.8, 0.75, 0.77]
+    lines = [line("base", seed, "VGG16", "CIFAR10", final=final, noise=final) for seed, final in enumerate(finals)]
+    low, high = stats.ttest_1samp([100 * final for final in finals], 0).confidence_interval(0.95)
+    ours = f"75.5 ± {(high - low) / 2:.1f} (4)<br><sub>paper "
+    assert cells(accuracy_table(group(lines), "CIFAR10", final))["VGG16"][0].startswith(ours)
+    assert cells(noise_table(group(lines)))["VGG16"][0].startswith(ours)
+
+
+def test_the_first_picture_names_the_strongest_peers(group):
+    found = group([line(method, seed) for method in ("base", "mei", "entame", "LP-FT", "fastai") for seed in (0, 1)])
+    styles = styles_of([found])
+    figure = overview(found, styles)
+    names = {text.get_text(): handle for text, handle in zip(*_legend(figure), strict=True)}
+    assert [*names] == ["Base", "MEI", "LP-FT", "ENTAME", "other methods"]
+    assert all(names[name].get_color() == styles[name]["color"] for name in ("MEI", "LP-FT"))
+    colours = [curve.get_color() for curve in figure.axes[0].get_lines()]
+    assert colours.count(names["other methods"].get_color()) == 1
+
+
+def _legend(figure):
+    (legend,) = figure.legends
+    return legend.get_texts(), legend.legend_handles
 
 
 def test_a_peer_that_beats_entame_is_named(group):
@@ -343,6 +369,7 @@ def test_the_page_shows_every_picture_and_counts_what_the_lines_show(tmp_path):
     assert all(f"]({picture.name})" in text for picture in pictures)
     assert "first 10 steps is above Base's with p < 0.01, in **1 of 2** cells. Not with Net 2 E −1.0 ± 2.5" in text
     assert "Against *keep* at the end: ahead in **0 of 2** cells, behind in 1 (Net 2 E −4" in text
+    assert "bands and error bars are one standard\ndeviation over seeds" in text
     assert text.index("### Accuracy over the first 10 steps, D") < text.index("### Accuracy at the end, D")
     assert "24 runs, by suite: synthetic; seeds in a cell: 3." in text
     # Four runs of 30 seconds at a time: 480 an hour.
@@ -367,8 +394,8 @@ def test_findings_name_the_cells_where_entame_is_not_ahead(read):
     assert "not told apart in 1 (M C +0.0 ± 0.4)." in keep
     assert best.endswith(", of 3 cells: **ENTAME** (1), **keep** (1: M B), **LP-FT** (1: M C).")
     assert peer == (
-        "Against LP-FT: ahead in **0 of 3** cells, behind in 3, not told apart in 0 over the first 10 steps; "
-        "ahead in **2 of 3** cells, behind in 1, not told apart in 0 at the end."
+        "Against LP-FT: over the first 10 steps, ahead in **0 of 3** cells, behind in 3, not told apart in 0; "
+        "at the end, ahead in **2 of 3** cells, behind in 1, not told apart in 0."
     )
     assert "no cell has three seeds" in slow
 
@@ -439,7 +466,11 @@ def test_head_rates_are_drawn_where_they_were_measured(read):
     np.testing.assert_allclose(curves["ENTAME"], [[1e-4, 0.8], [1e-3, 0.9], [1e-2, 0.8]])
     curves = {curve.get_label(): curve.get_xydata() for curve in final.get_lines()}
     np.testing.assert_allclose(curves["keep"], [[1e-5, 0.6], [1e-4, 0.7], [1e-3, 0.8], [1e-2, 0.7]])
-    stars = [curve.get_xydata()[0] for curve in final.get_lines() if curve.get_marker() == "*"]
+    drawn = [curve for curve in final.get_lines() if curve.get_marker() == "*"]
+    # Where two coincide, both are seen.
+    assert len({star.get_markersize() for star in drawn}) == 2
+    assert {star.get_markerfacecolor() for star in drawn} == {"none"}
+    stars = [star.get_xydata()[0] for star in drawn]
     expected = 0.9 - 0.1 * np.mean([math.log10(2), math.log10(4)])
     np.testing.assert_allclose(
         sorted(map(list, stars)), [[math.sqrt(8) * 1e-3, y] for y in (expected - 0.1, expected)]
@@ -449,7 +480,7 @@ def test_head_rates_are_drawn_where_they_were_measured(read):
 def test_the_rule_is_compared_with_the_best_rate_that_was_set(read):
     rows = rule_table(groups_of(split(read(rates()))[1], {})).splitlines()[2:]
     # The best rate set is 1e-3 in both seeds; the rule measured twice and four times that.
-    assert rows[0] == "| M, D | 1e-5 | ENTAME | 90.0 ± 0.0 (2) at 1e-3 | 85.5 ± 2.1 (2) at 2.83e-3 | no |"
+    assert rows[0] == "| M, D | 1e-5 | ENTAME | 90.0 (2) at 1e-3 | 85.5 (2) at 2.83e-3 | no |"
     assert len(rows) == 4
 
 

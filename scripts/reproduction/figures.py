@@ -27,8 +27,9 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 PEER_COLOURS = ("#56B4E9", "#882255", "#999933", "#332288", "#44AA99", "#AA7744")
 DASHES = ("--", "-.", ":", (0, (6, 2)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-# What the first picture shows in colour: what people do, the paper's baseline and the paper's method.
-FIRST_GLANCE = ("base", "keep", "entame")
+# What the first picture shows in colour, later ones on top: the paper's baseline and the strongest of the others, what
+# people do, and the paper's method.
+FIRST_GLANCE = ("base", "mei", "LP-FT", "keep", "entame")
 GREY: dict[str, Any] = {"color": "0.78", "linestyle": "-", "linewidth": 1, "zorder": 1}
 MAIN = ("base", "base_wu", "mei", "entame", "keep")
 COMPARED = ("entame", "keep")
@@ -78,21 +79,24 @@ def model_figures(group: Group, model: str, styles: dict[str, dict[str, Any]]) -
     }
 
 
-def overview(group: Group) -> Figure:
+def overview(group: Group, styles: dict[str, dict[str, Any]]) -> Figure:
     """Draw the accuracy of up to three cells over the logarithm of the steps, with all other methods in grey."""
     cells = [(group.models[0], dataset) for dataset in group.datasets]
     if len(cells) == 1:
         cells = [(model, group.datasets[0]) for model in group.models]
     cells = cells[:3]
-    others = [method for method in group.methods if method not in FIRST_GLANCE]
-    styles: dict[str, dict[str, Any]] = {name_of(method): GREY for method in others}
-    styles |= {name: STYLES[name] | {"linestyle": "-", "linewidth": 2.2} for name in map(name_of, FIRST_GLANCE)}
+    first = [method for method in FIRST_GLANCE if method in group.methods]
+    others = [method for method in group.methods if method not in first]
+    solid = {"linestyle": "-", "linewidth": 2.2}
+    styles = {
+        name_of(method): GREY if method in others else styles[name_of(method)] | solid for method in group.methods
+    }
     figure = Figure(figsize=(max(7, 1 + 3.6 * len(cells)), 3.8), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(cells), sharey=True, squeeze=False)[0]
     for axes, (model, dataset) in zip(panels, cells, strict=True):
         runs = {
             name_of(method): [accuracy_of(run) for run in group.select(model, dataset, method)]
-            for method in (*others, *FIRST_GLANCE)
+            for method in (*others, *first)
         }
         steps = draw_groups(axes, runs, {name: style | {"marker": None} for name, style in styles.items()})
         axes.set(title=f"{model} on {dataset}", xlabel="optimizer step", xscale="log", ylim=(0, 1))
@@ -103,7 +107,7 @@ def overview(group: Group) -> Figure:
         if len(steps):
             axes.set_xlim(1, steps.max())
     panels[0].set_ylabel("accuracy on the test part")
-    handles = [Line2D([], [], label=name, **styles[name]) for name in map(name_of, FIRST_GLANCE)]
+    handles = [Line2D([], [], label=name, **styles[name]) for name in map(name_of, first)]
     handles += [Line2D([], [], label="other methods", **GREY)] if others else []
     title = plain(group.title) or None
     figure.legend(handles=handles, title=title, loc="outside upper center", ncols=len(handles), frameon=False)

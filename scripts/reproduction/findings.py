@@ -32,7 +32,7 @@ def findings(groups: Sequence[Group]) -> list[str]:
         )
         said.append(f"Highest mean accuracy at the end, of {sum(map(len, won.values()))} cells: {wins}.")
     for peer in sorted({method for group in groups for method in group.methods} - set(METHODS), key=natural):
-        standings = [f"{_standing(_comparisons(groups, peer, of), False)} {when}" for when, of in MEASURES.items()]
+        standings = [f"{when}, {_standing(_comparisons(groups, peer, of), False)}" for when, of in MEASURES.items()]
         said.append(f"Against {peer}: {'; '.join(standings)}.")
     return said
 

@@ -26,6 +26,8 @@ MEASURES: dict[str, Callable[[Run], float | None]] = {
     "at the end": lambda run: run.final,
 }
 
+STAR: dict[str, Any] = {"marker": "*", "markerfacecolor": "none", "markeredgewidth": 1.5}
+
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     """Split runs into those for tables, and points of curves over the learning rate of the head.
@@ -57,8 +59,8 @@ def base_rate(run: Run) -> float:
 def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
     """Draw accuracy, early and at the end, over the learning rate of the head: a column a base rate, a line a method.
 
-    Bands are one standard deviation over seeds. Stars are what the rule chose (`head_lr: auto`), at the geometric mean
-    of the rates that it measured.
+    Bands are one standard deviation over seeds. Hollow stars are what the rule chose (`head_lr: auto`), at the
+    geometric mean of the rates that it measured.
 
     Args:
         group (`Group`): runs that may differ in their base rate and that of the head.
@@ -84,7 +86,7 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
     for axes in panels[-1]:
         axes.set_xlabel("learning rate of the head")
     handles = {name: handles[name] for name in in_order(handles)}
-    handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", marker="*", markersize=13)
+    handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", markersize=13, **STAR)
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
     figure.suptitle(", ".join(filter(None, (f"{model} on {dataset}", plain(group.title)))))
     columns = min(len(handles), 2 * len(bases))
@@ -181,11 +183,12 @@ def by_rate(
 def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | None]) -> dict[str, Line2D]:
     curves, chosen = by_rate(runs, measure)
     draw_groups(axes, {name: _series_by_seed(curve) for name, curve in curves.items()}, STYLES)
-    for name, points in chosen.items():
-        rates, values = np.array([*points.values()]).T
+    for place, name in enumerate(in_order(chosen)):
+        rates, values = np.array([*chosen[name].values()]).T
         bar = values.std(ddof=1) if len(values) > 1 else None
-        style = {"color": STYLES.get(name, {}).get("color", "0.3"), "marker": "*", "markersize": 13, "zorder": 5}
-        axes.errorbar(middle(rates), values.mean(), bar, markeredgecolor="white", **style)
+        # One within the other where they coincide.
+        style = STAR | {"color": STYLES.get(name, {}).get("color", "0.3"), "markersize": max(6, 18 - 5 * place)}
+        axes.errorbar(middle(rates), values.mean(), bar, zorder=5, **style)
     axes.set_xscale("log")
     axes.grid(alpha=0.3)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

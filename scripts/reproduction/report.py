@@ -31,21 +31,22 @@ percentage points, with their 95 % confidence intervals."""
 READING = f"""\
 ## How to read the tables
 
-Accuracies are those of the whole test part, in percent. A ± is the standard deviation over seeds, where it is not said
-to be a confidence interval, a number in brackets counts seeds, and {tables.MISSING} stands where there is no run. The
-paper's ± are all 95 % confidence intervals.
+Accuracies are those of the whole test part, in percent. A ± is a 95 % confidence interval by the t distribution over
+seeds, of our means and differences as of the paper's means, and left out below three seeds. A number in brackets is
+that of seeds, and {tables.MISSING} stands where there is no run. In pictures, bands and error bars are one standard
+deviation over seeds around the mean.
 
 - **Noise in the first error**: the share of the estimates in the energy of Base's error, at the first training batch,
   before any update, in percent.
 - **Gain over the first 10 steps**: the mean of the accuracies after each of the first 10 steps, ENTAME's minus Base's,
-  in percentage points and paired by seed, with the 95 % confidence interval and the p-value of the paired t-test.
+  in percentage points and paired by seed, with the p-value of the paired t-test.
 - **Accuracy over the first 10 steps**: the mean of the accuracies after each of them, of every method.
 - **Accuracy at the end**: of the last evaluation.
 
   In the tables of accuracies, bold are the best mean and those within one standard error of it, paired by seed. Below
   each, ENTAME is held against each other method by paired t-tests: ENTAME's accuracy minus the other's in percentage
-  points, with the 95 % confidence interval, where both have three seeds. Methods are told apart where p < 0.05 after
-  Holm's correction over the comparisons of the table.
+  points, where both have three seeds. Methods are told apart where p < 0.05 after Holm's correction over the
+  comparisons of the table.
 - **Steps to where others end**: the first evaluated step at which ENTAME has the accuracy with which another method of
   the same seed ends, over all steps of that method; the median over seeds, the quartiles, and the number of seeds.
   Nothing is interpolated between evaluations, which errs against ENTAME. A seed that never gets there counts as ∞.
@@ -103,7 +104,11 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     figures: dict[str, Figure | None] = {}
     body = [_section(group, figures, styles_of(groups)) for group in groups]
     body += [_head_rates(groups, curves, figures)]
-    picture = [_picture(figures, overview(groups[0]), "Accuracy over the steps", "overview")] if groups else []
+    picture = (
+        [_picture(figures, overview(groups[0], styles_of(groups)), "Accuracy over the steps", "overview")]
+        if groups
+        else []
+    )
     shown = ["## What the lines show", _list(findings(groups)), FINDINGS, READING.strip()] if groups else []
     top = [INTRODUCTION.strip(), *picture, *shown]
     end = ["## The runs", _list(provenance(runs))]

@@ -16,19 +16,21 @@ Values = Mapping[Any, float]
 
 
 class Summary(NamedTuple):
-    """Mean and sample standard deviation of n values; the deviation of one value is NaN."""
+    """Mean of n values, and half the width of its 95 % confidence interval by the t distribution; NaN below three."""
 
     mean: float
-    std: float
+    margin: float
     n: int
 
 
 def summary(values: Iterable[float]) -> Summary | None:
     """Summarise values; None where there are none."""
     array = np.array(list(values))
-    if not len(array):
+    n = len(array)
+    if not n:
         return None
-    return Summary(float(array.mean()), float(array.std(ddof=1)) if len(array) > 1 else math.nan, len(array))
+    error = float(array.std(ddof=1)) / math.sqrt(n) if n >= LEAST_SEEDS else math.nan
+    return Summary(float(array.mean()), _margin(error, n), n)
 
 
 class Comparison(NamedTuple):
@@ -80,7 +82,11 @@ def paired(first: Values, second: Values) -> Comparison | None:
     if error < 1e-12:
         return Comparison(mean, 0.0, float(abs(mean) < 1e-12), 0.0, n)
     p = 2 * stats.t.sf(abs(mean) / error, n - 1)
-    return Comparison(mean, float(stats.t.ppf(0.975, n - 1)) * error, float(p), error, n)
+    return Comparison(mean, _margin(error, n), float(p), error, n)
+
+
+def _margin(error: float, n: int) -> float:
+    return float(stats.t.ppf(0.975, n - 1)) * error
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

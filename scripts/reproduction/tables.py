@@ -124,9 +124,8 @@ def compare(group: Group, model: str, dataset: str, first: str, second: str, of:
 
 def difference(comparison: Comparison) -> str:
     """Write a difference in percentage points with its 95 % confidence interval."""
-    margin = "" if math.isnan(comparison.margin) else f" ± {comparison.margin:.1f}"
     # Adding zero makes −0.0 that of all tables: 0.0.
-    return f"{round(comparison.difference, 1) + 0:+.1f}{margin}".replace("-", "−")
+    return f"{round(comparison.difference, 1) + 0:+.1f}{_plus_minus(comparison.margin)}".replace("-", "−")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -144,11 +143,15 @@ def mean(values: Values) -> float:
 
 
 def spread(values: Values, bold: str = "") -> str:
+    """Write the mean of several seeds with its 95 % confidence interval, as the paper does, and their number."""
     found = summary(values.values())
     if found is None:
         return MISSING
-    std = "" if found.n == 1 else f" ± {found.std:.1f}"
-    return f"{bold}{found.mean:.1f}{std}{bold} ({found.n})"
+    return f"{bold}{found.mean:.1f}{_plus_minus(found.margin)}{bold} ({found.n})"
+
+
+def _plus_minus(margin: float) -> str:
+    return "" if math.isnan(margin) else f" ± {margin:.1f}"
 
 
 def _paper(table: str, row: str, column: str) -> str:
