@@ -9,10 +9,8 @@ from itertools import product
 import numpy as np
 import pytest
 from reproduction import statistics
-from reproduction.deltas import CANDIDATES, delta_table, regrets
 from reproduction.figures import overview, styles_of
 from reproduction.findings import findings
-from reproduction.head_rates import head_rate_curves, recommended_table, rule_table, split
 from reproduction.report import write_report
 from reproduction.runs import groups_of, read_runs, varied_settings
 from reproduction.tables import (
@@ -28,7 +26,6 @@ from reproduction.tables import (
 from scipy import stats
 
 from entame_hf import InputError
-from entame_hf.head_rate import LOGIT_STEP
 
 STEPS = [*range(1, 11), 20, 40, 60]
 
@@ -442,145 +439,3 @@ def test_a_file_in_the_place_of_the_folder_is_left_alone(tmp_path):
     with pytest.raises(InputError, match="Name a folder"):
         write_report([file], file)
     assert read_runs([file])
-
-
-def rates(seeds=2):
-    """Runs over the head's rate, best at 1e-3, and what a rule chose."""
-    for base, (method, worse), rate, seed in product(
-        [1e-5, 1e-4], [("entame", 0.0), ("keep", 0.1)], [None, 1e-4, 1e-3, 1e-2, "auto"], range(seeds)
-    ):
-        used = {None: base, "auto": 2e-3 * (1 + seed)}.get(rate, rate)
-        measured = {"head_lr": used} if rate == "auto" else {}
-        final = 0.9 - worse - 0.1 * abs(math.log10(used) + 3)
-        yield line(method, seed, final=final, settings={"learning_rate": base, "head_lr": rate}, **measured)
-
-
-def test_head_rates_are_drawn_where_they_were_measured(read):
-    tables, points = split(read(rates()))
-    assert tables == []
-    (group,) = groups_of(points, {})
-    early, _, final, slow = head_rate_curves(group, "M", "D").axes
-    assert [axes.get_title() for axes in (early, _)] == ["base rate 1e-5", "base rate 1e-4"]
-    curves = {curve.get_label(): curve.get_xydata() for curve in slow.get_lines()}
-    # At the base rate of 1e-4, what has no rate of its own lies where 1e-4 was set.
-    np.testing.assert_allclose(curves["ENTAME"], [[1e-4, 0.8], [1e-3, 0.9], [1e-2, 0.8]])
-    curves = {curve.get_label(): curve.get_xydata() for curve in final.get_lines()}
-    np.testing.assert_allclose(curves["keep"], [[1e-5, 0.6], [1e-4, 0.7], [1e-3, 0.8], [1e-2, 0.7]])
-    drawn = [curve for curve in final.get_lines() if curve.get_marker() == "*"]
-    # Where two coincide, both are seen.
-    assert len({star.get_markersize() for star in drawn}) == 2
-    assert {star.get_markerfacecolor() for star in drawn} == {"none"}
-    stars = [star.get_xydata()[0] for star in drawn]
-    expected = 0.9 - 0.1 * np.mean([math.log10(2), math.log10(4)])
-    np.testing.assert_allclose(
-        sorted(map(list, stars)), [[math.sqrt(8) * 1e-3, y] for y in (expected - 0.1, expected)]
-    )
-
-
-def test_the_rule_is_compared_with_the_best_rate_that_was_set(read):
-    rows = rule_table(groups_of(split(read(rates()))[1], {})).splitlines()[2:]
-    # The best rate set is 1e-3 in both seeds; the rule measured twice and four times that.
-    assert rows[0] == "| M, D | 1e-5 | ENTAME | 90.0 (2) at 1e-3 | 85.5 (2) at 2.83e-3 | no |"
-    assert len(rows) == 4
-
-
-def rates_best_at(delta, methods=("mei", "keep"), datasets=("D", "E"), **settings):
-    """Runs whose accuracy falls by 10 points for each factor of ten that their head's rate is off that of δ."""
-    for method, dataset, rate, seed in product(methods, datasets, [1e-4, 1e-3, 1e-2, "auto"], range(2)):
-        rule = {"D": 1e-3, "E": 2e-3}[dataset]
-        # The rule measures half of its rate and twice of it.
-        used = rule * (2 if seed else 0.5) if rate == "auto" else rate
-        final = 0.9 - 0.1 * abs(math.log10(used / (rule * delta / LOGIT_STEP)))
-        measured = {"head_lr": used} if rate == "auto" else {}
-        yield line(
-            method,
-            seed,
-            "M",
-            dataset,
-            final,
-            settings={"head_lr": rate, "entame_method": method} | settings,
-            **measured,
-        )
-
-
-def deltas_of(runs):
-    varied = varied_settings(runs)
-    return delta_table(groups_of(split(runs)[1], varied, beside={"head_lr", "learning_rate"}))
-
-
-def test_what_each_delta_costs_is_read_off_the_rates_that_were_set(read):
-    # In D, the rule's 1e-3 is the rate that is best of those set; in E its 2e-3 lies between 1e-3, the best, and 1e-2.
-    lines = rates_best_at(LOGIT_STEP)
-    header, _, *rows = deltas_of(read(lines)).splitlines()
-    columns = [cell.strip() for cell in header.strip("|").split("|")]
-    assert columns[3:] == [f"δ = {delta}" for delta in ("0.03", "0.06", "0.125", "0.25", "0.5", "1")]
-    values = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    assert [row[:3] for row in values] == [
-        ["default", "1e-4", "MEI"],
-        ["default", "1e-4", "keep"],
-        ["default", "all", "all"],
-    ]
-    # E: means are 87.0 at 1e-3 and 83.0 at 1e-2, and so 85.8 at 2e-3: 1.2 below the best.
-    assert values[0][columns.index("δ = 0.25")] == "0.6, at most 1.2 (2)"
-    # D: half of the best rate costs 10 · log10(2). E: 1e-3 is δ = 0.125, and the best of those set.
-    assert values[0][columns.index("δ = 0.125")] == "1.5, at most 3.0 (2)"
-    assert values[2][columns.index("δ = 0.25")] == "0.6, at most 1.2 (4)"
-
-
-@pytest.mark.parametrize("best", CANDIDATES)
-def test_the_best_delta_costs_nothing_where_its_rate_was_set(best):
-    rates = [2e-3 * delta / LOGIT_STEP for delta in CANDIDATES]
-    curve = {rate: {0: 90 - abs(math.log(rate / (2e-3 * best / LOGIT_STEP)))} for rate in rates}
-    costs = regrets(curve, 2e-3)
-    assert costs == pytest.approx({delta: abs(math.log(delta / best)) for delta in CANDIDATES})
-
-
-def test_deltas_beyond_the_rates_that_were_set_are_left_out():
-    curve = {1e-3: {0: 90.0}, 4e-3: {0: 80.0, 1: 84.0}}
-    assert regrets(curve, 1e-3) == pytest.approx({0.25: 0.0, 0.5: 4.0, 1.0: 8.0})
-    assert regrets(curve, 1.0) == {}
-
-
-def test_optimizers_have_rows_of_their_own(read):
-    lines = [*rates_best_at(LOGIT_STEP), *rates_best_at(LOGIT_STEP, ["keep"], ["D"], optim="sgd")]
-    rows = [row.split(" | ")[:3] for row in deltas_of(read(lines)).splitlines()[2:]]
-    assert rows[-2:] == [["| sgd", "1e-4", "keep"], ["| sgd", "all", "all"]]
-    assert len(rows) == 5
-    assert deltas_of(read([each for each in lines if each["settings"]["head_lr"] != "auto"])) == ""
-
-
-def test_rates_that_vary_are_curves_and_no_columns(tmp_path):
-    lines = [
-        *rates(),
-        *(line(m, s, dataset="E", settings={"learning_rate": 1e-4}) for m in ("keep", "mei") for s in (0, 1)),
-    ]
-    page, *pictures = write_report([write(lines, tmp_path / "lines")], tmp_path / "out")
-    assert "head-rates_m_d.png" in {picture.name for picture in pictures}
-    assert "| E | MEI | keep |" in page.read_text()
-
-
-def test_the_recommended_recipe_is_compared_with_the_best_of_the_others(group):
-    finals = {"keep": [0.8, 0.82, 0.81], "MEI x10": [0.9, 0.91, 0.9], "recommended": [0.91, 0.92, 0.92]}
-    lines = [line(m, s, final=final) for m, values in finals.items() for s, final in enumerate(values)]
-    lines += [
-        line(m, s, model="N", final=1.7 - final) for m, values in finals.items() for s, final in enumerate(values)
-    ]
-    table = recommended_table([group(lines)])
-    assert "| 1 of 2 | N, D: keep −10.7 ± " in table
-    # Differences of 11, 10, 11, −11, −10 and −11 points, and so of two cells.
-    assert "| +0.0 (2) |" in table
-    assert "**1 of 2 cells (50%)**" in table
-    assert recommended_table([group(lines[:2])]) == ""
-
-
-def test_seeds_are_no_evidence_for_other_cells(group):
-    gains = {"A": 0.02, "B": 0.0, "C": 0.01}
-    lines = [
-        line(method, seed, dataset=dataset, final=0.8 + (method == "recommended") * (gain + 0.002 * (seed % 2)))
-        for dataset, gain in gains.items()
-        for method in ("recommended", "keep")
-        for seed in range(8)
-    ]
-    # 24 pairs of runs would say p = 2e-6.
-    p = stats.ttest_1samp([2.1, 0.1, 1.1], 0).pvalue
-    assert f"| +1.1 ± 2.5, p = {p:.2g} (3) |" in recommended_table([group(lines)])
