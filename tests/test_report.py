@@ -397,6 +397,18 @@ def test_findings_name_the_cells_where_entame_is_not_ahead(read):
     assert "no cell has three seeds" in slow
 
 
+def test_the_more_cells_are_counted_the_more_it_takes_to_be_ahead(read):
+    # p = 0.039 in each cell, and 0.078 as one of two.
+    finals = {"entame": [0.8] * 4, "keep": [0.785, 0.785, 0.795, 0.795]}
+    lines = [
+        line(method, seed, dataset=dataset, final=final)
+        for dataset, (method, values) in product("DE", finals.items())
+        for seed, final in enumerate(values)
+    ]
+    assert "ahead in **1 of 1** cells" in findings(groups_of(read(lines[:8]), {}))[2]
+    assert "ahead in **0 of 2** cells" in findings(groups_of(read(lines), {}))[2]
+
+
 def test_a_report_without_entame_or_of_one_seed_says_what_it_can(tmp_path):
     page, *_ = write_report([write(suite(["M"], ["D"], ["keep", "LP-FT"]), tmp_path / "lines")], tmp_path / "peers")
     assert "no cell has three seeds of both" in page.read_text()
