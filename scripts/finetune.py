@@ -60,7 +60,7 @@ LEAST = {
     "dataloader_num_workers": 0,
     "seed": 0,
 }
-DEMO_METHODS = {"base": "as usual (He fan-out head)", "entame": "ENTAME"}
+DEMO_METHODS = {"keep": "as usual", "base": "He fan-out, the paper's Base", "entame": "ENTAME"}
 DEMO_DEFAULTS = {
     "output_dir": "out/demo",
     "num_train_epochs": 3,

@@ -384,12 +384,13 @@ def test_demo(tmp_path):
     command = [sys.executable, str(SCRIPT), "--output_dir", str(tmp_path / "demo"), "--num_train_epochs", "2"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    usual, entame = (
+    usual, base, entame = (
         [float(part.rstrip("%")) for part in line.split() if part.endswith("%")]
         for line in result.stdout.splitlines()
-        if line.startswith(("as usual", "ENTAME"))
+        if line.startswith(("as usual", "He fan-out", "ENTAME"))
     )
-    assert usual[0] == pytest.approx(50, abs=3)
+    assert usual[0] == pytest.approx(13.2, abs=1)
+    assert base[0] == pytest.approx(50, abs=3)
     assert entame[0] == pytest.approx(11.1, abs=0.1)
     assert entame[1] > usual[1] + 5
     assert entame[2] > usual[2] + 5

@@ -38,7 +38,8 @@ class ClassificationDataset(BatchDataset):
 
     [`EntameTrainer`] reads it in batches: images are decoded and prepared by threads of this process and kept in a
     cache on disk, so that each is decoded once; augmentation and normalisation run in batches on the training
-    device. Taken item by item, as any other `Trainer` does, it gives the same images.
+    device. Taken item by item, as any other `Trainer` does, it gives the same images, as long as whoever trains in
+    several processes tells it the epoch ([`~ClassificationDataset.set_epoch`]).
 
     An image that can't be read is named in one warning, flagged, and not tried again. The next one that can be
     stands in for it, so that batches stay full and of one size on every process. The flags lie in shared memory:

@@ -224,23 +224,22 @@ def first_batch(options: argparse.Namespace) -> dict[str, Any]:
         begin = time.perf_counter()
         data, _, _ = build_datasets(splits, processor, DataArguments(), seed=0)
         built = time.perf_counter()
-        clock = FirstBatch()
+        clock = FirstStep()
         args = training_arguments(options, 1, dataloader_num_workers=cores())
-        EntameTrainer(model, args, train_dataset=data, callbacks=[clock]).train()
+        trainer = EntameTrainer(model, args, train_dataset=data, callbacks=[clock])
+        called = time.perf_counter()
+        trainer.train()
     return {
         "files": count,
         "batch": options.batch,
         "seconds_to_scan": scanned - start,
         "seconds_to_build_datasets": built - begin,
-        "seconds_from_train_to_first_batch": clock.seconds,
+        "seconds_from_train_to_first_batch": clock.began - called,
     }
 
 
-class FirstBatch(TrainerCallback):
-    """Time from the start of the training to the start of its first step, which has its batch."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.start = time.perf_counter()
+class FirstStep(TrainerCallback):
+    """Note when the first step begins, which has its batch."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seconds = time.perf_counter() - self.start
+        self.began = time.perf_counter()
