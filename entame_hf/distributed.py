@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from transformers import TrainingArguments
@@ -24,7 +25,8 @@ def check_processes(args: TrainingArguments) -> None:
         args (`TrainingArguments`): several GPUs in one process are reduced to one, with a warning.
 
     Raises:
-        InputError: several processes were started that do not know of each other.
+        InputError: several processes were started that do not know of each other, or that would look for a batch size
+            each by itself.
     """
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and args.world_size == 1:
@@ -32,12 +34,24 @@ def check_processes(args: TrainingArguments) -> None:
             f"{launched} processes were started, and each would train alone and write to the same folder. Without a "
             "GPU, pass use_cpu=True (--use_cpu True); otherwise check that every process sees its GPU."
         )
+    if args.world_size > 1 and args.auto_find_batch_size:
+        raise InputError(
+            "auto_find_batch_size works in one process: where one of several runs out of memory, the others would "
+            "wait for ever. Give per_device_train_batch_size alone."
+        )
     if args.n_gpu > 1:
         logger.warning(
             f"Using one of {args.n_gpu} GPUs: DataParallel keeps no feature statistics. "
             "To use them all, start with: accelerate launch your_script.py"
         )
         args._n_gpu = 1
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Give all processes the first one's buffers: each has moved its running statistics by its own images."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for buffer in model.buffers():
+            dist.broadcast(buffer.detach(), 0)
 
 
 def is_partitioned(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import Trainer
 from transformers.utils import logging
 
+from .distributed import share_buffers
 from .energy.base_noise import BaseNoise
 from .evaluations import Evaluations
 
@@ -31,8 +32,10 @@ class ReportingTrainer(Trainer):
         self.add_callback(self.evaluations)
         self.add_callback(self.base_noise)
 
-    # The only place that sees an evaluation's predictions, whatever the metrics make of them.
+    # The only place that sees an evaluation's predictions, whatever the metrics make of them. All processes evaluate
+    # the model that the first one saves.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        share_buffers(self.model)
         output = super().evaluation_loop(*args, **kwargs)
         if kwargs.get("metric_key_prefix") == "eval" and self.is_world_process_zero():
             self.evaluations.observe(output, self.state)

@@ -24,6 +24,8 @@ logger = logging.get_logger(__name__)
 
 # No space, no quota, or a file that is too large.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# As Trainer, peft, FSDP and DeepSpeed name what holds them.
+_WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*")
 
 
 def damage(checkpoint: str | Path) -> str | None:
@@ -40,6 +42,8 @@ def damage(checkpoint: str | Path) -> str | None:
         return f"it has no {TRAINER_STATE_NAME}"
     if _is_unfinished(folder):
         return "its writing never ended"
+    if not any(file.match(pattern) for file in folder.iterdir() for pattern in _WEIGHTS):
+        return "it has no weights"
     for file in sorted(folder.iterdir()):
         if file.suffix == ".safetensors" and not _is_safetensors(file):
             return f"{file.name} is cut off"

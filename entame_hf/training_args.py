@@ -99,7 +99,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     """Set up a fine-tuning run with ENTAME: `TrainingArguments` with the paper's defaults and the head's options.
 
     The learning rate is 1e-4 and constant, the optimizer Adam without weight decay, and no column of the data set is
-    removed, because transforms need the image column.
+    removed, because transforms need the image column. Losses that are NaN are logged as such, and processes share
+    running statistics when they evaluate: both cost time in every step otherwise.
 
     Args:
         recipe (`str`, *optional*, defaults to `"paper"`):
@@ -147,6 +148,19 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     lr_scheduler_type: str = field(default="constant", metadata={"help": "The schedule of the learning rate."})
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Whether to remove columns that the model's forward does not name."}
+    )
+
+    logging_nan_inf_filter: bool = field(
+        # For it, the host waits for the device in every step.
+        default=False,
+        metadata={
+            "help": "Whether losses that are NaN or infinite are left out of the logged mean, at a step's cost."
+        },
+    )
+    ddp_broadcast_buffers: bool | None = field(
+        # An evaluation begins with it, and what is saved are the first process's own.
+        default=False,
+        metadata={"help": "Whether DDP sends the first process's buffers to the others in every step."},
     )
 
     def __post_init__(self) -> None:

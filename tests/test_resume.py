@@ -16,6 +16,7 @@ import timm
 import torch
 import transformers.modeling_utils
 from conftest import RandomImages
+from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
@@ -137,10 +138,17 @@ def test_a_file_that_is_cut_off_is_found(tmp_path, whole, name):
         train(tmp_path, resume=str(tmp_path / "checkpoint-6"))
 
 
+def test_a_checkpoint_without_weights_is_none(tmp_path, whole):
+    shutil.copytree(whole[1] / "checkpoint-6", tmp_path / "checkpoint-6")
+    (tmp_path / "checkpoint-6" / "model.safetensors").unlink()
+    assert damage(tmp_path / "checkpoint-6") == "it has no weights"
+
+
 def test_the_newest_is_the_one_of_the_most_steps(tmp_path):
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        save_file({}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-mine").mkdir()
     assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")

@@ -178,9 +178,11 @@ class RecordCache:
             return False
 
     def share(self) -> float:
-        """Estimate by a thousand rows which share of all is here."""
+        """Estimate which share of all rows is here."""
         count = len(self._whole)
-        return float(self.has(np.arange(0, count, max(1, count // 1000))).mean())
+        # What the file takes of the disk says so at once while it has holes, of which each look into one takes long.
+        taken = os.fstat(self._file).st_blocks * 512 / (count * self._length)
+        return taken if taken < 0.5 else float(self.has(np.arange(0, count, max(1, count // 100))).mean())
 
 
 def _make_room(folder: Path, own: Path, needed: int, limit: int) -> int:

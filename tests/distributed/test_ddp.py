@@ -123,6 +123,15 @@ def test_statistics_of_each_process_alone_where_asked_for(in_two):
     means = [rank["model"]["classifier.znorm.mean"] for rank in ranks]
     assert (means[0] - means[1]).abs().max() > 1e-3
     torch.testing.assert_close(ranks[0]["model"]["classifier.weight"], ranks[1]["model"]["classifier.weight"])
+    # What is evaluated is what the first process saves, everywhere.
+    for rank in ranks:
+        torch.testing.assert_close(dict(rank["evaluated"]), ranks[0]["model"], rtol=0, atol=0)
+
+
+def test_a_batch_size_is_not_looked_for_by_each_process(tmp_path):
+    result = launch(2, str(WORKER), str(tmp_path), json.dumps({"auto_find_batch_size": True}))
+    assert result.returncode != 0
+    assert "auto_find_batch_size works in one process" in result.stderr
 
 
 def test_a_gradient_flows_through_the_other_ranks_statistics(tmp_path, in_two):

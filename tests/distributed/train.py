@@ -55,12 +55,14 @@ def main(folder: str, options: str) -> None:
     if args.push_to_hub:
         trainer.push_to_hub()
     state = {
-        "model": model.state_dict(),
+        # An evaluation shares running statistics.
+        "model": {name: values.clone() for name, values in model.state_dict().items()},
         "log": trainer.state.log_history,
         "waits": waits and waits.count,
         "stepped": sum(1 for parameter in model.parameters() if trainer.optimizer.state.get(parameter)),
         "predictions": torch.tensor(trainer.predict(trainer.eval_dataset).predictions),
     }
+    state["evaluated"] = model.state_dict()
     torch.save(state, Path(folder, f"rank{args.process_index}.pt"))
 
 
