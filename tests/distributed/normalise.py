@@ -44,3 +44,5 @@ def main(sizes: list[int]) -> None:
 if __name__ == "__main__":
     for sizes in json.loads(sys.argv[1]):
         main(sizes)
+    # Threads of gloo that still run when Python ends would abort the process.
+    dist.destroy_process_group()
