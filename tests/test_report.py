@@ -56,25 +56,6 @@ def line(method="entame", seed=0, model="M", dataset="D", final=0.9, early=0.2, 
     }
 
 
-@pytest.fixture
-def read(tmp_path):
-    def read(lines):
-        file = tmp_path / "lines.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return read_runs([file])
-
-    return read
-
-
-@pytest.fixture
-def group(read):
-    def group(lines):
-        (found,) = groups_of(read(lines), {})
-        return found
-
-    return group
-
-
 def cells(table):
     """A Markdown table as a dict of its rows' cells, by the first cell."""
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()]

@@ -10,25 +10,11 @@ import pytest
 from reproduction.deltas import CANDIDATES, delta_table, regrets
 from reproduction.head_rates import head_rate_curves, recommended_table, rule_table, split
 from reproduction.report import write_report
-from reproduction.runs import groups_of, read_runs, varied_settings
+from reproduction.runs import groups_of, varied_settings
 from scipy import stats
 from test_report import line, write
 
 from entame_hf.head_rate import LOGIT_STEP
-
-
-@pytest.fixture
-def read(tmp_path):
-    return lambda lines: read_runs([write(lines, tmp_path / "lines.jsonl")])
-
-
-@pytest.fixture
-def group(read):
-    def group(lines):
-        (found,) = groups_of(read(lines), {})
-        return found
-
-    return group
 
 
 def rates(seeds=2):
