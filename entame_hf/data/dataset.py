@@ -167,7 +167,7 @@ class ClassificationDataset(BatchDataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next; processes that have little left to decode are let go."""
-        if epoch != self.epoch and self._has_most():
+        if self._workers and epoch != self.epoch and self._has_most():
             self._stop_workers()
         super().set_epoch(epoch)
 
