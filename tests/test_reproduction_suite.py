@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 import yaml
+from reproduction.suite import run_arguments
 from reproduction.suite_file import read_suite
 
 from entame_hf import InputError
@@ -81,6 +82,12 @@ def test_a_number_is_the_same_number_however_it_is_written(read):
     assert len({cell.identity for cell in cells}) == 1
     assert read(arguments={"learning_rate": 1e-4, "num_train_epochs": 10.0}).cells()[0] == cells[0]
     assert read(arguments={"learning_rate": 2e-4, "num_train_epochs": 10}).cells()[0].identity != cells[0].identity
+
+
+def test_what_transformers_names_is_said_by_its_name(read):
+    settings = read(arguments={"optim": "sgd", "lr_scheduler_type": "cosine"}).cells()[0].settings
+    arguments = run_arguments(settings)
+    assert (arguments.optim, arguments.lr_scheduler_type) == ("sgd", "cosine")
 
 
 def test_methods_may_be_named_only(read):

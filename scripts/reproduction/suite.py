@@ -147,8 +147,14 @@ def run_arguments(settings: Settings, **ours: Any) -> RunArguments:
     for name, value in (ours | given).items():
         if value is not None:
             values = value if isinstance(value, list) else [value]
-            argv += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
+            argv += [f"--{name}", *map(_word, values)]
     return _parser().parse(argv)[0]
+
+
+def _word(value: Any) -> str:
+    # Of transformers' names of optimizers and schedules, str() gives the class as well in some versions.
+    value = getattr(value, "value", value)
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 @cache
