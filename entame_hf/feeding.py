@@ -13,7 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from .batches import BatchDataset, batch_loader
 from .loss import ClassificationLoss, are_shares
-from .sharding import share_evenly
+from .sharding import count_stream, share_evenly
 
 
 class FeedingTrainer(Trainer):
@@ -52,9 +52,13 @@ class FeedingTrainer(Trainer):
             drop_last, workers = asked and is_training, self.args.dataloader_num_workers
             loader = batch_loader(dataset, batch_size, self.args.device, sampler, drop_last, workers)
             self._batch_maker = loader.collate_fn if is_training else self._batch_maker
-            # Each process makes its own batches: the first one has none to hand out.
-            self.accelerator.dataloader_config.dispatch_batches = False
-            loader = self.accelerator.prepare(loader)
+            # Each process makes its own batches: the first one has none to hand out. Of other streams it has.
+            config = self.accelerator.dataloader_config
+            dispatch, config.dispatch_batches = config.dispatch_batches, False
+            try:
+                loader = self.accelerator.prepare(loader)
+            finally:
+                config.dispatch_batches = dispatch
         else:
             self.args.dataloader_drop_last = asked and is_training
             try:
@@ -65,6 +69,8 @@ class FeedingTrainer(Trainer):
                 self.args.dataloader_drop_last = asked
         if is_training:
             self.parts_differ = share_evenly(loader)
+        else:
+            count_stream(loader)
         return loader
 
     # Trainer takes all of a stream for its first pass, and would begin with the batches of that one again.

@@ -1,4 +1,4 @@
-"""Which rows of an epoch each process trains on."""
+"""Which rows of an epoch each process takes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from torch.utils.data import BatchSampler, DataLoader
 
 from .errors import InputError
@@ -83,3 +83,33 @@ def share_evenly(loader: DataLoader) -> bool:
     # What it wraps knows its process: Trainer does the same to its own batch samplers.
     shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
     return True
+
+
+def count_stream(loader: DataLoader) -> None:
+    """Let accelerate know how many rows of a stream's last batch do not fill it up, as it knows of tables.
+
+    Args:
+        loader (`torch.utils.data.DataLoader`): of an evaluation, prepared by accelerate; one that does not read all of
+            a stream in every process stays as it is.
+    """
+    shard = loader.dataset
+    if isinstance(shard, IterableDatasetShard) and loader.num_workers == 0:
+        whole = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+        shard.dataset = _CountedStream(shard.dataset, loader, whole)
+
+
+class _CountedStream:
+    """Stand for a stream that tells its loader the remainder once it was read."""
+
+    def __init__(self, stream: Any, loader: Any, whole: int) -> None:
+        self.stream, self.loader, self.whole = stream, loader, whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        count = 0
+        for row in self.stream:
+            count += 1
+            yield row
+        self.loader.remainder = count % self.whole

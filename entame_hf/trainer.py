@@ -28,6 +28,7 @@ from .config import EntameConfig
 from .distributed import check_processes, check_sharding
 from .energy.recorder import EnergyRecorder
 from .errors import InputError
+from .evaluating import EvaluatingTrainer
 from .feeding import FeedingTrainer
 from .fold import folded, stock_state_dict
 from .freeze import frozen_backbone
@@ -43,7 +44,7 @@ from .training_args import AUTO, HeadArguments
 logger = logging.get_logger(__name__)
 
 
-class EntameTrainer(ReportingTrainer, HubTrainer, FeedingTrainer):
+class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrainer):
     """Fine-tune an image classifier with ENTAME: a drop-in for [`Trainer`].
 
     When `train()` starts afresh, the heads are drawn (with `args.seed`) and their features normalised; when it

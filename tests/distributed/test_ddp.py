@@ -6,13 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 import train as worker
+from evaluate_all import WEIGHTS
 from hub_server import HubServer
+from torch.nn.functional import cross_entropy
 
 WORKER = Path(__file__).parent / "train.py"
 GLOBAL_BATCH = 24
@@ -52,19 +55,29 @@ IN_TWO = {
     "energies": {"max_steps": 2},
     "blind": {"max_steps": 2, "blind_rank": 1, "entame_method": "base"},
     "head_lr": {"max_steps": 3, "head_lr": "auto", "optim": "sgd"},
+    "evaluations": {"evaluate": True},
 }
+IN_THREE = {"uneven": {"count": 22}, "evaluations": {"evaluate": True}}
+
+
+def train_all(folder: Path, processes: int, runs: dict[str, dict]) -> dict[str, list[dict]]:
+    batch = {"per_device_train_batch_size": GLOBAL_BATCH // processes}
+    for name in runs:
+        (folder / name).mkdir()
+    given = [(str(folder / name), json.dumps({**options, **batch})) for name, options in runs.items()]
+    result = launch(processes, str(WORKER), *chain(*given))
+    assert result.returncode == 0, result.stderr[-3000:]
+    return {name: states(folder / name, processes) for name in runs}
 
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory) -> dict[str, list[dict]]:
-    folder = tmp_path_factory.mktemp("two")
-    batch = {"per_device_train_batch_size": GLOBAL_BATCH // 2}
-    runs = [(str(folder / name), json.dumps({**options, **batch})) for name, options in IN_TWO.items()]
-    for name in IN_TWO:
-        (folder / name).mkdir()
-    result = launch(2, str(WORKER), *chain(*runs))
-    assert result.returncode == 0, result.stderr[-3000:]
-    return {name: states(folder / name, 2) for name in IN_TWO}
+    return train_all(tmp_path_factory.mktemp("two"), 2, IN_TWO)
+
+
+@pytest.fixture(scope="module")
+def in_three(tmp_path_factory) -> dict[str, list[dict]]:
+    return train_all(tmp_path_factory.mktemp("three"), 3, IN_THREE)
 
 
 def test_uneven_batches_are_normalised_as_one():
@@ -91,8 +104,46 @@ def test_two_processes_equal_one_on_batches_of_12_and_8_or_9_accumulated(tmp_pat
     check_equal(train(tmp_path, 1, **IN_TWO["accumulated"])[0], in_two["accumulated"])
 
 
-def test_three_processes_equal_one_on_22_images(tmp_path):
-    check_equal(*train(tmp_path / "one", 1, count=22), train(tmp_path / "several", 3, count=22))
+def test_three_processes_equal_one_on_22_images(tmp_path, in_three):
+    check_equal(*train(tmp_path, 1, **IN_THREE["uneven"]), in_three["uneven"])
+
+
+# What is evaluated, and the mean of its loss over the labels that count.
+LOSSES = {
+    "table": cross_entropy,
+    "stream": cross_entropy,
+    "stream-read-by-all": cross_entropy,
+    "smoothed": partial(cross_entropy, label_smoothing=0.1),
+    "weighted": lambda *pair: cross_entropy(*pair, WEIGHTS, reduction="sum") / 22,
+    "shares": cross_entropy,
+    "unlabelled": cross_entropy,
+    "own-loss": cross_entropy,
+    "pictures": cross_entropy,
+    "streamed-pictures": cross_entropy,
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory, in_two, in_three) -> list[dict]:
+    (alone,) = train(tmp_path_factory.mktemp("one"), 1, evaluate=True)
+    return [alone, *in_two["evaluations"], *in_three["evaluations"]]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_example_is_evaluated_once(evaluated, name):
+    """Whatever the batches and the processes, and whether streamed or not."""
+    table = evaluated[0]["pictures" if "pictures" in name else name if name in ("shares", "unlabelled") else "table"]
+    for rank in evaluated:
+        logits, labels = rank[name]["logits"], rank[name]["labels"]
+        torch.testing.assert_close(logits, table["logits"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(labels, table["labels"], rtol=0, atol=0)
+        expected = pytest.approx(LOSSES[name](logits, labels).item(), abs=1e-5)
+        for metrics in rank[name]["metrics"]:
+            assert metrics["eval_loss"] == expected
+            assert metrics.get("eval_mean_loss", expected) == expected
+            assert metrics.get("eval_examples", 22) == 22
+            count = metrics["eval_samples_per_second"] * metrics["eval_runtime"]
+            assert count == pytest.approx(22, rel=0.3)
 
 
 def check_equal(whole, ranks):

@@ -29,6 +29,12 @@ class Failing(TrainerCallback):
 
 def main(folder: str, options: str) -> None:
     changes = json.loads(options)
+    if changes.pop("evaluate", False):
+        # Here: trainings need none of what it imports.
+        import evaluate_all
+
+        evaluate_all.main(folder)
+        return
     fails_at, batch_norm = changes.pop("fails_at", None), changes.pop("batch_norm", False)
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
     blind_rank, waits = changes.pop("blind_rank", None), WaitCounter() if changes.pop("count_waits", False) else None

@@ -1,0 +1,99 @@
+"""A trainer whose evaluations count each example once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.utils import recursively_apply
+from torch import Tensor
+from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
+
+from .loss import IGNORED_LABEL
+
+
+class EvaluatingTrainer(Trainer):
+    """A [`Trainer`] whose evaluations say the same however examples are cut into batches and spread over processes.
+
+    The loss is the sum over all labels that count (-100 doesn't) divided by their number. Class weights scale what an
+    example adds to the sum, and leave the number alone. A loss of the user's own must be a mean over the examples of a
+    batch; one that divides by their weights, as torch's does, goes on depending on the batches.
+    """
+
+    args: Any
+    gather_function: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Of each batch here: the sum of its loss, labels that count, examples.
+        self._sums: list[Tensor] = []
+        self._rows: int | None = None
+
+    # Trainer weighs the last batch's loss as a whole one, and the loss of fill-ups as one of their own.
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._sums, self._rows = [], None
+        gather, average = self.gather_function, self.args.average_tokens_across_devices
+        # Trainer repeats a loss for a whole batch, whatever the size of this one.
+        size = self.args.eval_batch_size
+        self.gather_function = lambda values: gather(_resize(values, size, self._rows or size))
+        # Each process has a mean loss of its own, over the examples that are its own.
+        self.args.average_tokens_across_devices = False
+        try:
+            output = super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = average
+        if not self._sums:
+            return output
+        sums = self.accelerator.gather(torch.stack(self._sums))
+        loss, labels, examples = sums.cpu().double().sum(0).tolist()
+        name, metrics = f"{kwargs.get('metric_key_prefix', 'eval')}_loss", output.metrics or {}
+        # Where all labels count, Trainer's mean over examples is right by now.
+        if name in metrics and labels not in (0, examples):
+            metrics[name] = loss / labels
+        return output._replace(num_samples=int(examples))
+
+    # accelerate fills the last batch up with examples that were counted before, so that all processes gather as many.
+    # They stay out of the loss, and what is gathered is filled up instead: accelerate cuts it off again.
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        rows = find_batch_size(inputs)
+        if rows is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        own = self._own_rows(rows)
+        # A process without an example of its own computes one, for what is gathered.
+        used = max(own, 1)
+        inputs, labels = _resize(inputs, rows, used), _resize(inputs.get("labels"), rows, own)
+        loss, *predicted = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self._rows = rows
+        self._sums.append(self._sum(loss, labels, own))
+        logits, label_ids = (_resize(values, used, rows) for values in predicted)
+        return loss, logits, label_ids
+
+    def _own_rows(self, rows: int) -> int:
+        """Tell how many of the rows of a batch are not there to fill it up."""
+        state = self.accelerator.gradient_state
+        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        return min(max(state.remainder - self.args.process_index * rows, 0), rows)
+
+    def _sum(self, loss: Tensor | None, labels: Any, examples: int) -> Tensor:
+        whole = torch.full((), float(examples), device=self.args.device)
+        counted = whole
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            counted = (labels != IGNORED_LABEL).sum().to(whole)
+        # The mean over no label is not a number.
+        total = torch.zeros_like(whole) if loss is None else torch.where(counted > 0, loss.to(whole) * counted, 0.0)
+        return torch.stack([total, counted, whole])
+
+
+def _resize(values: Any, rows: int, target: int) -> Any:
+    """Cut off or fill up tensors of so many rows, in whatever they are nested."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0 or len(tensor) != rows:
+            return tensor
+        return tensor[torch.arange(target, device=tensor.device).clamp(max=rows - 1)]
+
+    return values if target == rows else recursively_apply(resize, values)
