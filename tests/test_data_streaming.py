@@ -178,6 +178,8 @@ def test_a_trainer_goes_round_a_stream(tiny_vit, tmp_path):
     torch.testing.assert_close(first.sort().values, second.sort().values)
     prediction = trainer.predict(trainer.eval_dataset)
     assert prediction.label_ids.tolist() == [i % 10 for i in range(50)]
+    # Streams of others are read by the first process, as ever.
+    assert trainer.accelerator.dispatch_batches is None
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

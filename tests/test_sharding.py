@@ -4,10 +4,10 @@ from itertools import chain
 
 import pytest
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from entame_hf.errors import InputError
-from entame_hf.sharding import GlobalBatchSampler, share_evenly
+from entame_hf.sharding import GlobalBatchSampler, count_stream, share_evenly
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
@@ -48,3 +48,27 @@ def test_whole_batches_and_those_of_others_stay_as_they_are():
 def test_fewer_examples_than_processes_are_refused():
     with pytest.raises(InputError, match=r"2 examples are too few for 3 processes: start at most 2\."):
         share_evenly(loader(2, 0))
+
+
+class Rows(IterableDataset):
+    epochs = 0
+
+    def __iter__(self):
+        return iter(range(22))
+
+    def set_epoch(self, epoch):
+        self.epochs += 1
+
+
+@pytest.mark.parametrize(("split", "remainder"), [(False, 10), (True, 4)], ids=["batches", "parts-of-batches"])
+def test_a_stream_that_was_read_tells_what_fills_its_last_batch_up(split, remainder):
+    rows = Rows()
+    prepared = prepare_data_loader(
+        DataLoader(rows, 6 if split else 4), num_processes=3, process_index=2, split_batches=split
+    )
+    count_stream(prepared)
+    for _ in range(2):
+        *_, last = prepared
+        assert prepared.remainder == remainder
+        assert last.tolist() == ([0, 1] if split else [20, 21, 0, 1])
+    assert rows.epochs == 2
