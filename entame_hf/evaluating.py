@@ -42,7 +42,7 @@ class EvaluatingTrainer(Trainer):
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:
-            self.args.average_tokens_across_devices = average
+            self.gather_function, self.args.average_tokens_across_devices = gather, average
         if not self._sums:
             return output
         sums = self.accelerator.gather(torch.stack(self._sums))
