@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from .distributed import is_sharded, reshard, whole
 from .errors import InputError
 from .heads import TIMM_PREFIX, base_model, is_peft, timm_model
 from .layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
@@ -31,7 +33,11 @@ def fold_entame(model: ModelT) -> ModelT:
         model (`torch.nn.Module`): changed in place; a model without normalised heads is left as it is.
 
     Returns:
-        `torch.nn.Module`: `model` itself. A head that had no bias gets one where its features were normalised.
+        `torch.nn.Module`: `model` itself. A head that had no bias gets one where its features were normalised. A model
+        that ZeRO-3 or FSDP2 has sharded stays so: call this on every process.
+
+    Raises:
+        InputError: a head without a bias is sharded.
 
     Example:
 
@@ -43,7 +49,12 @@ def fold_entame(model: ModelT) -> ModelT:
     Linear(in_features=512, out_features=10, bias=True)
     ```
     """
-    for _, leaf in list(normalised_heads(model)):
+    reshard(model)
+    heads = list(normalised_heads(model))
+    for path, leaf in heads:
+        if leaf.bias is None and is_sharded(leaf):
+            raise InputError(f"{path} has no bias, and cannot get one while it is sharded: fold the model before.")
+    for _, leaf in heads:
         fold_leaf(leaf)
     for mark in ("entame_config", "save_pretrained"):
         vars(model).pop(mark, None)
@@ -126,6 +137,13 @@ def _save_pretrained(
         # What peft writes is named by its layers' own state dicts.
         with folded(model):
             return type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if state_dict is None:
+        reshard(model)
+        if is_sharded(model):
+            raise InputError(
+                "The model is sharded over processes, and a part of it would be saved. Gather it on every process: "
+                "model.save_pretrained(..., state_dict=accelerator.get_state_dict(wrapped_model))."
+            )
     state = stock_state_dict(model, state_dict)
     return type(model).save_pretrained(model, save_directory, *args, state_dict=state, **kwargs)
 
@@ -158,8 +176,8 @@ def normalised_heads(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:
 
 def fold_leaf(leaf: ZNormLeaf) -> None:
     """Fold one head in place."""
-    weight, bias = folded_parameters(leaf.weight, leaf.bias, leaf.znorm.mean, leaf.znorm.var, leaf.znorm.eps)
-    with torch.no_grad():
+    with torch.no_grad(), whole(leaf):
+        weight, bias = folded_parameters(leaf.weight, leaf.bias, leaf.znorm.mean, leaf.znorm.var, leaf.znorm.eps)
         leaf.weight.copy_(weight)
         if leaf.bias is None:
             leaf.bias = nn.Parameter(bias)
@@ -177,4 +195,6 @@ def normalise_leaf(leaf: Any, znorm: ZNorm) -> None:
 def to_stock(leaf: nn.Module) -> None:
     """Make a leaf an instance of torch's class again; its parameters stay as they are."""
     del leaf.znorm
-    leaf.__class__ = nn.Linear if isinstance(leaf, nn.Linear) else nn.Conv2d
+    stock: type[nn.Module] = nn.Linear if isinstance(leaf, nn.Linear) else nn.Conv2d
+    # One that FSDP2 shards by itself has FSDP2's methods, which its root calls.
+    leaf.__class__ = type(f"FSDP{stock.__name__}", (FSDPModule, stock), {}) if isinstance(leaf, FSDPModule) else stock

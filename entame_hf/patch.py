@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .config import EntameConfig
-from .distributed import is_partitioned, whole
+from .distributed import is_partitioned, reshard, whole
 from .errors import InputError
 from .fold import fold_leaf, normalise_leaf, save_stock, to_stock
 from .heads import Head, Leaf, base_model, find_heads, is_peft, num_classes, num_features, timm_model
@@ -52,8 +52,8 @@ def apply_entame(
         `torch.nn.Module`: `model` itself.
 
     Raises:
-        ValueError: no head was found, the model is a regression model, its weights are on the meta device, or its
-            config says that it was adapted already and the new head would wipe the old one.
+        ValueError: no head was found, the model is a regression model, its weights are on the meta device or sharded
+            by FSDP, or its config says that it was adapted already and the new head would wipe the old one.
 
     Example:
 
@@ -72,6 +72,7 @@ def apply_entame(
     Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
     config = config or EntameConfig()
+    reshard(model)
     heads = find_heads(model, config.head)
     if num_labels is not None and is_peft(model):
         raise InputError("Adapters hold copies of the head: call apply_entame(..., num_labels=...) before peft.")
@@ -166,6 +167,12 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
             f"{head.path} is partitioned by DeepSpeed already. Rebuild it while it is loaded: "
             "from_pretrained(..., num_labels=..., ignore_mismatched_sizes=True)."
         )
+    carried = config.init == "keep" and config.feature_norm and not isinstance(leaf, ZNormLeaf)
+    if carried and is_partitioned(leaf):
+        raise InputError(
+            f"{head.path} is partitioned by DeepSpeed already, and what it has learned cannot be carried over to "
+            'normalised features. Pass EntameConfig(init="keep", feature_norm=False).'
+        )
     if config.feature_norm and not _is_plain(leaf):
         raise InputError(
             f"{head.path} is a {type(leaf).__name__}, which may compute more than a Linear or a Conv2d: its input "
@@ -176,7 +183,7 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
             f"{head.path} is adapted by LoRA, which would read features that are not normalised. Name the head in "
             'modules_to_save instead of target_modules, or pass EntameConfig.for_method("mei").'
         )
-    if config.init == "keep" and config.feature_norm and leaf.bias is None and not isinstance(leaf, ZNormLeaf):
+    if carried and leaf.bias is None:
         raise InputError(
             f"{head.path} has no bias, so what it has learned cannot be carried over to normalised features. "
             'Pass EntameConfig(init="keep", feature_norm=False).'
