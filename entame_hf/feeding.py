@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .batches import BatchDataset, batch_loader
-from .loss import ClassificationLoss, are_shares
+from .loss import ClassificationLoss, are_classes, are_shares
 from .sharding import count_stream, share_evenly
 
 
@@ -32,7 +32,8 @@ class FeedingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self._batch_maker: Any = None
         self.parts_differ = False
-        if class_weights is not None:
+        if class_weights is not None or self.label_smoother is not None:
+            # Trainer's own takes the logarithm in the dtype of the logits.
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
 
     # dataloader_drop_last is about training: dropping images from an evaluation reports another accuracy. Our datasets
@@ -90,11 +91,18 @@ class FeedingTrainer(Trainer):
             self._batch_maker.set_epoch(int(self.state.epoch or 0))
         return super().get_batch_samples(*args, **kwargs)
 
-    # Models take shares of classes for several labels an image.
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if are_shares(inputs.get("labels"), self.model) and not isinstance(self.label_smoother, ClassificationLoss):
+    # Models take shares of classes for several labels an image. DeepSpeed computes their loss in bfloat16, and FSDP2
+    # rounds it to that, in which ln 10 is 2.297.
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        labels = inputs.get("labels")
+        if are_shares(labels, self.model) and not isinstance(self.label_smoother, ClassificationLoss):
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
+        if self.compute_loss_func is None and loss.dtype.itemsize < 4 and are_classes(labels, self.model):
+            loss = ClassificationLoss()(outputs, labels)
+        return (loss, outputs) if return_outputs else loss
 
     # The device is busy after a step was given to it, and nothing waits for it yet.
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:

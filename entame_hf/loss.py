@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from .heads import base_model
+
 # What cross-entropy leaves out, in torch and so in transformers.
 IGNORED_LABEL = -100
 
@@ -55,9 +57,23 @@ def are_shares(labels: Any, model: Any) -> bool:
 
     Only the model's `config.problem_type` can say the latter: `"multi_label_classification"`.
     """
-    problem = getattr(getattr(model, "config", None), "problem_type", None)
     rows = isinstance(labels, Tensor) and labels.is_floating_point() and labels.ndim == 2
-    return rows and problem != "multi_label_classification"
+    return rows and _problem_type(model) != "multi_label_classification"
+
+
+def are_classes(labels: Any, model: Any) -> bool:
+    """Tell whether labels are one class an example, and the model one whose loss for them is cross-entropy.
+
+    transformers' models are; a forward of somebody else's may compute another loss.
+    """
+    base = base_model(model)
+    known = type(base).forward.__module__.startswith("transformers.")
+    indices = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 1
+    return known and indices and _problem_type(base) in (None, "single_label_classification")
+
+
+def _problem_type(model: Any) -> str | None:
+    return getattr(getattr(model, "config", None), "problem_type", None)
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:

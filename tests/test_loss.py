@@ -1,9 +1,12 @@
 """The loss is torch's cross-entropy where torch has it, and a mean over examples everywhere."""
 
+import math
+
 import pytest
 import torch
 from conftest import RandomImages
 from torch.nn.functional import cross_entropy, one_hot
+from transformers import ViTForImageClassification
 from transformers.trainer_pt_utils import LabelSmoother
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
@@ -97,3 +100,35 @@ def test_class_weights_reach_the_loss_whatever_the_accumulation(tiny_vit, tmp_pa
         changes.append(torch.cat([(p.detach() - before[n]).flatten() for n, p in tiny_vit.named_parameters()]))
     for change in changes[1:]:
         torch.testing.assert_close(change, changes[0], rtol=1e-3, atol=1e-5)
+
+
+class DoubledForImageClassification(ViTForImageClassification):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.loss = 2 * outputs.loss
+        return outputs
+
+
+class TestLowPrecision:
+    def first_loss(self, folder, model, **options):
+        args = EntameTrainingArguments(
+            str(folder), max_steps=1, per_device_train_batch_size=16, report_to="none", use_cpu=True, **options
+        )
+        return EntameTrainer(model, args, train_dataset=RandomImages(16)).train().training_loss
+
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    @pytest.mark.parametrize("handed_over", [False, True], ids=["computed", "handed-over"])
+    def test_the_first_loss_is_the_entropy_of_the_classes(self, tmp_path, tiny_vit, handed_over, smoothing):
+        """In bfloat16, as DeepSpeed computes, and as FSDP2 hands over what a model returns."""
+        if handed_over:
+            tiny_vit.register_forward_hook(
+                lambda *hooked: type(hooked[2])({k: v.to(torch.bfloat16) for k, v in hooked[2].items()})
+            )
+        else:
+            tiny_vit.to(torch.bfloat16)
+        loss = self.first_loss(tmp_path, tiny_vit, label_smoothing_factor=smoothing)
+        assert loss == pytest.approx(math.log(10), abs=1e-5)
+
+    def test_a_loss_of_the_models_own_stays(self, tmp_path, tiny_vit):
+        model = DoubledForImageClassification(tiny_vit.config).to(torch.bfloat16)
+        assert self.first_loss(tmp_path, model) == pytest.approx(2 * math.log(10), rel=0.01)

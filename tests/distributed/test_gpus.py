@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def train(folder: Path, configuration: str, processes: int, **options) -> list[f
     return [entry["loss"] for entry in log if "loss" in entry]
 
 
-def state_of(folder: Path, configuration: str, processes: int, **options) -> dict:
+def state_of(folder: Path, configuration: str, processes: int, precision: str = "no", **options) -> dict:
     folder.mkdir()
     options = {
         "per_device_train_batch_size": GLOBAL_BATCH // processes,
@@ -45,7 +46,7 @@ def state_of(folder: Path, configuration: str, processes: int, **options) -> dic
     command = [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(CONFIGURATIONS / f"{configuration}.yaml"), "--num_processes", str(processes)),
-        *("--main_process_port", "0", "--mixed_precision", "no", str(WORKER), str(folder), json.dumps(options)),
+        *("--main_process_port", "0", "--mixed_precision", precision, str(WORKER), str(folder), json.dumps(options)),
     ]
     # Sums in another order are the only difference that is allowed.
     environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -67,6 +68,17 @@ def test_losses_equal_those_of_one_gpu(tmp_path, configuration, batch_norm):
             load_file(tmp_path / name / "checkpoint-50" / "model.safetensors") for name in ("one", str(processes))
         )
         assert one.keys() == several.keys()
+
+
+@pytest.mark.parametrize("configuration", ["single_gpu", "ddp", "fsdp2", "zero2", "zero3"])
+def test_the_first_loss_is_the_entropy_of_the_classes(tmp_path, configuration):
+    """In the precision that the configurations ask for."""
+    if configuration.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    processes = 1 if configuration == "single_gpu" else 2
+    options = {"max_steps": 1, "save_strategy": "no"}
+    first, *_ = train(tmp_path / "run", configuration, processes, precision="bf16", **options)
+    assert first == pytest.approx(math.log(10), abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
