@@ -120,7 +120,8 @@ def adaptation_record(
 
     Args:
         model (`torch.nn.Module`): the model in training.
-        method (`str`, *optional*): defaults to what the model's configuration amounts to.
+        method (`str`, *optional*):
+            What was asked for; where the model's configuration is another's or nothing was, the configuration's.
         learning_rate (`float`): γ, the peak learning rate.
         head_lr (`dict`, *optional*): what was asked for and the heads' own peak rates, see [`HeadRates.record`].
 
@@ -131,8 +132,9 @@ def adaptation_record(
     if config is None:
         return None
     classes = num_classes(find_heads(model, config.head)[0].module)
+    asked = method and EntameConfig.for_method(method).method  # type: ignore[arg-type]
     return {
-        "method": method or config.method,
+        "method": method if asked == config.method else config.method,
         **config.to_dict(),
         "phi_w": config.weight_variance(classes, learning_rate),
         "learning_rate": learning_rate,

@@ -96,7 +96,7 @@ class FeedingTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        labels = inputs.get("labels")
+        labels: Any = inputs.get("labels")
         if are_shares(labels, self.model) and not isinstance(self.label_smoother, ClassificationLoss):
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor)
         loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)

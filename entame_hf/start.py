@@ -10,7 +10,7 @@ from .config import EntameConfig
 from .errors import InputError
 from .fold import NO_BIAS
 from .heads import find_heads, is_peft, num_classes
-from .patch import apply_entame
+from .patch import applied_config, apply_entame
 
 logger = logging.get_logger(__name__)
 
@@ -49,6 +49,12 @@ def start_heads(
             )
         if config.feature_norm and head.module.bias is None:
             raise InputError(NO_BIAS.format(path=head.path))
+    before = applied_config(model)
+    if before is not None and before != config:
+        logger.warning(
+            f"The heads were treated with {before}, and are now with {config}, which the trainer was given. To train "
+            "with the former, give the trainer neither a method nor values for it."
+        )
     # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
     generator = torch.Generator().manual_seed(seed)
     apply_entame(model, config, learning_rate=learning_rate, generator=generator)

@@ -58,8 +58,8 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
         trainer_args: everything else [`Trainer`] takes, by position or by name, and `class_weights` (`torch.Tensor`):
             (C,), how much each class counts in the loss.
         entame ([`EntameConfig`], *optional*):
-            Goes before `args`. Where neither says anything and [`apply_entame`] was called on the model, the
-            configuration given there is used.
+            Goes before `args`. Where neither says anything, but perhaps a recipe, and [`apply_entame`] was called on
+            the model, the configuration given there is used; where one of them asks for another, `train()` says so.
 
     Raises:
         InputError: on `train()`, the model was adapted already, by this trainer or according to its config, and its
@@ -116,9 +116,8 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
         """Resolve what is done to the heads: the argument `entame`, else `args`, else [`apply_entame`]'s."""
         if self.entame is not None:
             return self.entame
-        asked = self.head_args.entame_config()
-        unasked = self.head_args.entame_method is None and asked == EntameConfig()
-        return (applied_config(self.model) if unasked else None) or asked
+        own = self.head_args
+        return (applied_config(self.model) if own.leaves_config_open() else None) or own.entame_config()
 
     # A bare timm model from model_init needs the wrapper too.
     def call_model_init(self, trial: Any = None) -> nn.Module:

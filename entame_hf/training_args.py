@@ -70,6 +70,15 @@ class HeadArguments:
         metadata={"help": "First steps whose error is measured, each; then those that are logged. 0 is off."},
     )
 
+    # What a recipe has filled in for entame_method, which nobody has chosen.
+    recipes_method: str | None = field(default=None, init=False, repr=False)
+
+    def leaves_config_open(self) -> bool:
+        """Tell whether nobody but a recipe said anything of the heads: then what [`apply_entame`] was given counts."""
+        if self.entame_method not in (None, self.recipes_method):
+            return False
+        return self.entame_config() == EntameConfig.for_method(self.entame_method or "entame")  # type: ignore[arg-type]
+
     def warmup_steps_of_head(self) -> int:
         """Resolve `head_warmup_steps`: Base+WU is Base with one warm-up step."""
         if self.head_warmup_steps is None:
@@ -105,7 +114,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     Args:
         recipe (`str`, *optional*, defaults to `"paper"`):
             `"recommended"` is a maximum-entropy head with a measured learning rate, `entame_method="mei"` and
-            `head_lr="auto"`, where neither is given. `"paper"` fills in nothing.
+            `head_lr="auto"`, where neither is given. `"paper"` fills in nothing. What [`apply_entame`] was given goes
+            before a recipe's method.
         entame_method (`str`, *optional*):
             `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`]. Defaults
             to what [`apply_entame`] was given, and to `"entame"` where it was not called.
@@ -181,6 +191,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             given = getattr(self, name) is not None or (name == "head_lr" and self.head_lr_multiplier != 1)
             if not given:
                 setattr(self, name, value)
+                self.recipes_method = self.entame_method if name == "entame_method" else self.recipes_method
 
     def _check_head_lr(self) -> None:
         if self.head_lr is None:

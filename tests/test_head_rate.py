@@ -18,9 +18,18 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
 from transformers.utils import logging
 
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, head_learning_rate
+from entame_hf import (
+    EntameConfig,
+    EntameTrainer,
+    EntameTrainingArguments,
+    InputError,
+    apply_entame,
+    head_learning_rate,
+)
+from entame_hf.checkpoint import saved_record
 from entame_hf.distributed import check_sharding
 from entame_hf.head_rate import LOGIT_STEP, MARK, feature_norms
+from entame_hf.patch import applied_config
 from entame_hf.training_args import HeadArguments
 
 AUTO = {"head_lr": "auto", "entame_method": "mei"}
@@ -547,6 +556,25 @@ class TestRecipe:
     def test_what_is_given_goes_before_it(self, tmp_path, given, expected):
         args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given)
         assert (args.entame_method, args.head_lr, args.head_lr_multiplier) == expected
+
+    def test_what_apply_entame_was_given_goes_before_it(self, tmp_path, tiny_vit):
+        applied = EntameConfig(phi_w=1e-8)
+        args = EntameTrainingArguments(
+            str(tmp_path), recipe="recommended", max_steps=1, report_to="none", use_cpu=True
+        )
+        trainer = train(apply_entame(tiny_vit, applied), args)
+        assert applied_config(tiny_vit) == trainer.entame_config() == applied
+        assert len(logged(trainer)) == 1
+        trainer.save_model()
+        assert saved_record(tmp_path)["method"] == "entame"
+
+    @pytest.mark.parametrize("given", [{"entame_method": "mei"}, {"phi_w": 1e-10}], ids=["method", "variance"])
+    def test_nothing_else_goes_before_apply_entame_without_a_word(self, tmp_path, tiny_vit, given, caplog):
+        common = {"max_steps": 1, "report_to": "none", "use_cpu": True}
+        args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given, **common)
+        train(apply_entame(tiny_vit, EntameConfig(phi_w=1e-8)), args)
+        assert applied_config(tiny_vit) == args.entame_config()
+        assert "The heads were treated with EntameConfig(init='mei', feature_norm=True, phi_w=1e-08" in caplog.text
 
     def test_an_unknown_one_is_refused_with_what_is_allowed(self, tmp_path):
         with pytest.raises(ValueError, match="'best' is unknown: use one of paper, recommended"):
