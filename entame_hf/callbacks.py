@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.utils import set_seed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .patch import mark_trained
@@ -16,6 +17,20 @@ class TrainedMark(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         mark_trained(kwargs["model"])
+
+
+class OwnRandomness(TrainerCallback):
+    """Give each of several processes random numbers of its own, where Trainer's one seed drops the same everywhere.
+
+    The first one's stay what they are. By now the model and the order of the data are made, which processes share, and
+    a checkpoint's random numbers, which each process has its own file of, are loaded afterwards.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.process_index > 0:
+            set_seed(args.seed, device_specific=True)
 
 
 class EarlyEvaluation(TrainerCallback):

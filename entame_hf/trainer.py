@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from .batches import to_device
-from .callbacks import TrainedMark
+from .callbacks import OwnRandomness, TrainedMark
 from .checkpoint import (
     adaptation_record,
     load_head_state,
@@ -100,6 +100,7 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
         self.model_accepts_loss_kwargs = False
         self.energies = EnergyRecorder(self)
         self.head_rates = HeadRates(self)
+        self.add_callback(OwnRandomness())
         self.add_callback(TrainedMark())
         self.add_callback(self.energies)
         self.add_callback(self.head_rates)

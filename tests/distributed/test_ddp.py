@@ -56,6 +56,8 @@ IN_TWO = {
     "blind": {"max_steps": 2, "blind_rank": 1, "entame_method": "base"},
     "head_lr": {"max_steps": 3, "head_lr": "auto", "optim": "sgd"},
     "evaluations": {"evaluate": True},
+    "dropout": {"max_steps": 4, "dropout": 0.5, "save_strategy": "steps", "save_steps": 2},
+    "resumed": {"max_steps": 4, "dropout": 0.5, "resume": "dropout/checkpoint-2"},
 }
 IN_THREE = {"uneven": {"count": 22}, "evaluations": {"evaluate": True}}
 
@@ -64,7 +66,10 @@ def train_all(folder: Path, processes: int, runs: dict[str, dict]) -> dict[str, 
     batch = {"per_device_train_batch_size": GLOBAL_BATCH // processes}
     for name in runs:
         (folder / name).mkdir()
-    given = [(str(folder / name), json.dumps({**options, **batch})) for name, options in runs.items()]
+    given = []
+    for name, options in runs.items():
+        resume = {"resume": str(folder / options["resume"])} if "resume" in options else {}
+        given.append((str(folder / name), json.dumps({**options, **batch, **resume})))
     result = launch(processes, str(WORKER), *chain(*given))
     assert result.returncode == 0, result.stderr[-3000:]
     return {name: states(folder / name, processes) for name in runs}
@@ -177,6 +182,19 @@ def test_statistics_of_each_process_alone_where_asked_for(in_two):
     # What is evaluated is what the first process saves, everywhere.
     for rank in ranks:
         torch.testing.assert_close(dict(rank["evaluated"]), ranks[0]["model"], rtol=0, atol=0)
+
+
+def test_each_process_drops_what_it_draws(in_two):
+    """From one head, over the same order of images, and on from where it was after resuming."""
+    first, second = in_two["dropout"]
+    assert len(first["masks"]) == 4
+    for mine, others in zip(first["masks"], second["masks"], strict=True):
+        assert mine.float().mean() == pytest.approx(0.5, abs=0.05)
+        assert (mine == others).float().mean() == pytest.approx(0.5, abs=0.05)
+    torch.testing.assert_close(first["model"], second["model"], rtol=0, atol=0)
+    for rank, resumed in zip(in_two["dropout"], in_two["resumed"], strict=True):
+        torch.testing.assert_close(resumed["masks"], rank["masks"][2:], rtol=0, atol=0)
+        torch.testing.assert_close(resumed["model"], rank["model"], rtol=0, atol=1e-6)
 
 
 def test_a_batch_size_is_not_looked_for_by_each_process(tmp_path):

@@ -38,6 +38,7 @@ def main(folder: str, options: str) -> None:
     fails_at, batch_norm = changes.pop("fails_at", None), changes.pop("batch_norm", False)
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
     blind_rank, waits = changes.pop("blind_rank", None), WaitCounter() if changes.pop("count_waits", False) else None
+    dropout, masks = changes.pop("dropout", 0.0), []
     defaults = {"max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no", "use_cpu": True}
     # Before the model: transformers partitions what it loads where the arguments ask for ZeRO-3.
     args = EntameTrainingArguments(folder, disable_tqdm=True, **{**defaults, **changes})
@@ -46,8 +47,9 @@ def main(folder: str, options: str) -> None:
         # Each process normalises a part of the batch, unless it is told of the whole.
         model = nn.SyncBatchNorm.convert_sync_batchnorm(timm.create_model("test_resnet", num_classes=10))
     elif base is None:
-        config = ViTConfig(num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **TINY_VIT)
+        config = ViTConfig(num_labels=10, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0, **TINY_VIT)
         model = ViTForImageClassification(config)
+        model.vit.embeddings.dropout.register_forward_hook(lambda layer, _, out: masks.append(out == 0))
     else:
         model = ViTForImageClassification.from_pretrained(base)
     trainer = EntameTrainer(model, args, train_dataset=RandomImages(count), eval_dataset=RandomImages(22, seed=1))
@@ -61,6 +63,7 @@ def main(folder: str, options: str) -> None:
     if args.push_to_hub:
         trainer.push_to_hub()
     state = {
+        "masks": masks[:],
         # An evaluation shares running statistics.
         "model": {name: values.clone() for name, values in model.state_dict().items()},
         "log": trainer.state.log_history,
