@@ -8,7 +8,7 @@ python scripts/benchmark.py save          saving a ViT-B with EntameTrainer over
 python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
 python scripts/benchmark.py throughput    images a second from the device, by Trainer's usual transforms, and by ours
 python scripts/benchmark.py first_batch   from the start of a training on 50,000 files to its first batch
-python scripts/benchmark.py scaling       the same batch a process on 1, 2, 4... GPUs of one host
+python scripts/benchmark.py scaling       the same batch a process on one GPU and on 2, 4... of one host
 """
 
 from __future__ import annotations
@@ -161,7 +161,6 @@ def main() -> None:
     feeding.add_argument("--size", type=int, default=224, help="side of the model's images")
     feeding.add_argument("--compile", action="store_true", help="train with torch.compile")
     feeding.add_argument("--images", type=int, default=12800, help="images of an epoch")
-    feeding.add_argument("--epochs", type=int, default=4, help="scaling: epochs of each run; the first warms up")
     feeding.add_argument("--pairs", type=int, default=5, help="epochs on the device and of ours, which take turns")
     feeding.add_argument("--augmentations", nargs="+", default=["flip", "random_resized_crop"])
     feeding.add_argument("--workers", nargs="*", type=int, default=[0, 4, os.cpu_count()], help="of the usual way")

@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +22,9 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
-from entame_hf import EntameTrainer
+from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.data import Augmentation, ClassificationDataset, Preparation, load_splits, set_image_size
 from entame_hf.data.workers import cores
 from entame_hf.fold import normalised_heads
@@ -29,55 +32,98 @@ from entame_hf.models import timm_processor
 
 from .drawing import draw_images
 from .throughput import model_of, training_arguments
-from .timers import BlockTimer, StepClock
+from .timers import BlockTimer, EpochTurns
 
 SCRIPTS = Path(__file__).parents[1]
-PASSED_ON = ("size", "batch", "epochs")
+PASSED_ON = ("size", "batch", "repeats")
+# Images are decoded in the first epoch, and the second runs as all that follow.
+WARM_UP_EPOCHS = 2
 # Steps that are timed as one, and steps before the first of them: the error's energies are measured in the first 20.
-BLOCK, WARM_UP = 5, 25
+BLOCK, WARM_UP = 10, 30
 
 
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
-    """Train with the same batch a process on 1, 2, 4... GPUs, through the project's own input.
+    """Train with the same batch a process on one GPU and on 2, 4... of them, through the project's own input.
 
-    Every process reads as many images as the one on one GPU does. On all GPUs, blocks of steps of one more training
-    take turns: with statistics of the global batch, and with those that each process takes of its own part. Without a
-    GPU, two processes share the CPU.
+    A training on one GPU and one on several are there at the same time, and their epochs take turns, as the machine's
+    pace changes. Every process reads as many images as the one on one GPU does, and an epoch includes the wait for its
+    first batch. On all GPUs, blocks of steps of one more training take turns: with statistics of the global batch, and
+    with those that each process takes of its own part. Without a GPU, two processes share the CPU.
     """
-    on_cpu = not torch.cuda.is_available()
-    most = 2 if on_cpu else torch.cuda.device_count()
-    counts = [count for count in (1, 2, 4, 8) if count <= most]
+    most = torch.cuda.device_count() if torch.cuda.is_available() else 2
+    counts = [count for count in (2, 4, 8) if count <= most]
+    if not counts:
+        raise SystemExit("scaling compares one GPU with several: there is one.")
     results: dict[str, Any] = {"model": options.models[0], **{name: getattr(options, name) for name in PASSED_ON}}
-    paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryDirectory() as folder:
-        draw_images(Path(folder) / "images", options.images * counts[-1], options.size)
+        start = time.perf_counter()
+        # A few more than are trained on: some are set aside.
+        draw_images(Path(folder) / "images", int(1.002 * options.images * counts[-1]) + 20, options.size)
+        print(f"drew the images in {time.perf_counter() - start:.0f} s", flush=True)
         for count in counts:
-            last = count == counts[-1] and count > 1
-            name = "cpu" if on_cpu else "ddp" if count > 1 else "single_gpu"
-            configuration = str(SCRIPTS / "accelerate" / f"{name}.yaml")
-            command = [
-                *(sys.executable, "-m", "accelerate.commands.launch"),
-                *("--config_file", configuration, "--num_processes", str(count)),
-                *("--module", "benchmarks.scaling", "--folder", folder, "--model", options.models[0]),
-                *("--images", str(options.images * count), "--blocks", str(2 * options.repeats if last else 0)),
-                *(text for name in PASSED_ON for text in (f"--{name}", str(getattr(options, name)))),
-            ]
-            subprocess.run(command, check=True, env=environment)
-            measured = json.loads(Path(folder, "measured.json").read_text())
-            results[f"images_per_second_{count}"] = measured["rate"]
-            if count > 1:
-                results[f"efficiency_{count}"] = measured["rate"] / (count * results["images_per_second_1"])
-            if last:
-                results |= _compare(**measured["milliseconds"])
+            blocks = 2 * options.repeats if count == counts[-1] else 0
+            train_by_turns(options, folder, {1: 0, count: blocks})
+            one, several = (json.loads(Path(folder, f"{n}.json").read_text()) for n in (1, count))
+            results |= _compare_counts(count, one, several)
+            if blocks:
+                results |= _compare_statistics(**several["milliseconds"])
             print(results, flush=True)
     return results
 
 
-def _compare(own: list[float], together: list[float]) -> dict[str, Any]:
-    """Compare each block with the mean of those around it, as the machine's pace changes."""
+def train_by_turns(options: argparse.Namespace, folder: str, blocks: dict[int, int]) -> None:
+    """Start a training for each number of processes, and end all where one fails.
+
+    Args:
+        options (`argparse.Namespace`): the benchmark's.
+        folder (`str`): where they find images, tell each other whose turn it is, and leave what they measured.
+        blocks (`dict[int, int]`): numbers of processes, in the order of turns, and blocks of steps to time afterwards.
+
+    Raises:
+        RuntimeError: a training failed.
+    """
+    Path(folder, "turn").unlink(missing_ok=True)
+    paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    trainings = []
+    for place, (count, number) in enumerate(blocks.items()):
+        several = "ddp" if torch.cuda.is_available() else "cpu"
+        configuration = str(SCRIPTS / "accelerate" / f"{several if count > 1 else 'single_gpu'}.yaml")
+        command = [
+            *(sys.executable, "-m", "accelerate.commands.launch"),
+            *("--config_file", configuration, "--num_processes", str(count), "--main_process_port", "0"),
+            *("--module", "benchmarks.scaling", "--folder", folder, "--model", options.models[0]),
+            *("--images", str(options.images * count), "--place", str(place), "--blocks", str(number)),
+            *(text for name in PASSED_ON for text in (f"--{name}", str(getattr(options, name)))),
+        ]
+        trainings.append(subprocess.Popen(command, env=environment, start_new_session=True))
+    try:
+        while any(training.poll() != 0 for training in trainings):
+            if any(training.returncode for training in trainings):
+                raise RuntimeError("A training failed: its message is above.")
+            time.sleep(0.1)
+    finally:
+        for training in trainings:
+            with suppress(ProcessLookupError):
+                os.killpg(training.pid, signal.SIGTERM)
+
+
+def _compare_counts(count: int, one: dict[str, Any], several: dict[str, Any]) -> dict[str, Any]:
+    """Compare each epoch on several GPUs with the one on a single GPU before it: as long, and of as many steps."""
+    ratios = [alone / together for alone, together in zip(one["seconds"], several["seconds"], strict=True)]
+    return {
+        f"images_per_second_1_beside_{count}": one["images"] / median(one["seconds"]),
+        f"images_per_second_{count}": several["images"] / median(several["seconds"]),
+        f"efficiency_{count}_median": median(ratios),
+        f"efficiency_{count}_min": min(ratios),
+        f"efficiency_{count}_max": max(ratios),
+    }
+
+
+def _compare_statistics(own: list[float], together: list[float]) -> dict[str, Any]:
+    """Compare each block with the mean of those around it."""
     around = [(before + after) / 2 for before, after in pairwise(own)]
-    ratios = [time / other for time, other in zip(together, around, strict=False)]
+    ratios = [block / other for block, other in zip(together, around, strict=False)]
     return {
         "milliseconds_per_step": median(own),
         "ratio_of_global_statistics_median": median(ratios),
@@ -91,17 +137,18 @@ def worker(options: argparse.Namespace) -> None:
     """Train in this process, beside the others of its launch; the first one writes down what it measured."""
     datasets.config.HF_DATASETS_CACHE = options.folder
     rows: Any = load_splits(data_dir=str(options.folder / "images"), test_fraction=0.001).train
-    rows = rows.select(range(min(len(rows), options.images)))
+    rows = rows.select(range(options.images))
     preparation = Preparation(
         set_image_size(timm_processor(model_of(options.model, options.size)), options.size), exact=False
     )
     data = ClassificationDataset(rows, "image", "label", preparation, Augmentation("flip"))
-    args = training_arguments(options, 1, dataloader_num_workers=cores(), use_cpu=not torch.cuda.is_available())
+    on_cpu = not torch.cuda.is_available()
+    args = training_arguments(options, 1, EntameTrainingArguments, dataloader_num_workers=cores(), use_cpu=on_cpu)
     epoch = len(data) // (options.batch * args.world_size)
-    args.max_steps = epoch * options.epochs
-    clock = StepClock(epoch, args.max_steps)
-    trainer_of(options, args, data, clock).train()
-    measured: dict[str, Any] = {"rate": clock.rate(options.batch * args.world_size, epoch, args.max_steps)}
+    args.max_steps = epoch * (WARM_UP_EPOCHS + options.repeats)
+    turns = EpochTurns(options.folder / "turn", options.place, 2, WARM_UP_EPOCHS)
+    trainer_of(options, args, data, turns).train()
+    measured: dict[str, Any] = {"images": epoch * options.batch * args.world_size, "seconds": turns.seconds}
     if options.blocks:
         # The last has none after it that it could be compared with: there is one more.
         args.max_steps = WARM_UP + BLOCK * (options.blocks + 1) + 1
@@ -112,13 +159,16 @@ def worker(options: argparse.Namespace) -> None:
         trainer.train()
         measured["milliseconds"] = timer.milliseconds()
     if args.process_index == 0:
-        Path(options.folder, "measured.json").write_text(json.dumps(measured))
+        Path(options.folder, f"{args.world_size}.json").write_text(json.dumps(measured))
 
 
 def trainer_of(options: argparse.Namespace, args: Any, data: Any, *callbacks: TrainerCallback) -> EntameTrainer:
     torch.manual_seed(0)
     model = model_of(options.model, options.size)
-    return EntameTrainer(model, args, train_dataset=data, callbacks=list(callbacks))
+    trainer = EntameTrainer(model, args, train_dataset=data, callbacks=list(callbacks))
+    # What is logged is not what is asked for here.
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def synchronise(trainer: EntameTrainer, sync: bool) -> None:
@@ -131,7 +181,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--model", required=True)
-    for number in (*PASSED_ON, "images", "blocks"):
+    for number in (*PASSED_ON, "images", "place", "blocks"):
         parser.add_argument(f"--{number}", type=int, required=True)
     parsed = parser.parse_args()
     parsed.compile = False

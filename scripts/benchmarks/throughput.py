@@ -118,8 +118,10 @@ def train_usually(options: argparse.Namespace, name: str, data: Dataset, workers
     return clock.rate(options.batch, first, last)
 
 
-def training_arguments(options: argparse.Namespace, steps: int, **settings: Any) -> TrainingArguments:
-    return TrainingArguments(
+def training_arguments(
+    options: argparse.Namespace, steps: int, kind: type[TrainingArguments] = TrainingArguments, **settings: Any
+) -> TrainingArguments:
+    return kind(
         tempfile.mkdtemp(),
         max_steps=steps,
         per_device_train_batch_size=options.batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -58,6 +59,49 @@ class EpochTimer(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ends.add()
+
+
+class EpochTurns(TrainerCallback):
+    """Let trainings that are there at the same time train for an epoch each, in turn, and time these epochs.
+
+    Args:
+        file (`Path`): grows by a byte when a training is ready, and by one at the end of each turn.
+        place (`int`): of this training among them.
+        count (`int`): how many trainings there are.
+        warm_up (`int`): how many epochs come first, at whatever time.
+    """
+
+    def __init__(self, file: Path, place: int, count: int, warm_up: int) -> None:
+        self.file, self.place, self.count, self.warm_up = file, place, count, warm_up
+        self.seconds: list[float] = []
+        self._begun = 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        turn = self._begun - self.warm_up
+        self._begun += 1
+        if turn < 0:
+            return
+        self._synchronise()
+        if turn == 0:
+            self._write(state)
+        while not self.file.exists() or self.file.stat().st_size < self.count * (turn + 1) + self.place:
+            time.sleep(0.001)
+        self._start = time.perf_counter()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._begun > self.warm_up:
+            self._synchronise()
+            self.seconds.append(time.perf_counter() - self._start)
+            self._write(state)
+
+    def _write(self, state: Any) -> None:
+        if state.is_world_process_zero:
+            with self.file.open("ab") as file:
+                file.write(b".")
+
+    def _synchronise(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 class BlockTimer(TrainerCallback):
