@@ -31,10 +31,25 @@ class FeedingTrainer(Trainer):
     def __init__(self, *args: Any, class_weights: Tensor | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._batch_maker: Any = None
+        self._operations: dict[int, int] = {}
         self.parts_differ = False
         if class_weights is not None or self.label_smoother is not None:
             # Trainer's own takes the logarithm in the dtype of the logits.
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
+
+    # Trainer has no argument for it: without it, DDP copies all gradients to what it sends and back in every step.
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.ddp_handler is not None:
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
+
+    # Trainer counts the parameters anew in each step, for which it walks through all modules twice.
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        size = 0 if main is None else main.numel()
+        if size not in self._operations:
+            self._operations[size] = super().floating_point_ops(inputs)
+        return self._operations[size]
 
     # dataloader_drop_last is about training: dropping images from an evaluation reports another accuracy. Our datasets
     # make their batches on the device, where Trainer's loader would collate items. No example is trained on twice.
@@ -74,10 +89,12 @@ class FeedingTrainer(Trainer):
             count_stream(loader)
         return loader
 
-    # Trainer takes all of a stream for its first pass, and would begin with the batches of that one again.
+    # Trainer takes all of a stream for its first pass, and would begin with the batches of that one again. Another
+    # training may be one of another model.
     def _init_training_state(
         self, max_steps: int, steps: int, epochs: int, checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
+        self._operations = {}
         passes, batches = super()._init_training_state(max_steps, steps, epochs, checkpoint, trial)
         stream = isinstance(self.train_dataset, BatchDataset) and isinstance(self.train_dataset, IterableDataset)
         if checkpoint and stream and batches:

@@ -79,6 +79,18 @@ class TestDropIn:
         torch.testing.assert_close(weights(tiny_vit), before, rtol=0, atol=0)
         assert type(tiny_vit.classifier) is torch.nn.Linear
 
+    def test_operations_are_reported_as_by_trainer_and_parameters_counted_once(self, tmp_path, tiny_vit, monkeypatch):
+        """Once a training for each size of a batch: here 16 and 8."""
+        args = arguments(tmp_path, logging_strategy="no", energy_logging_steps=0)
+        plain = Trainer(copy.deepcopy(tiny_vit), args, train_dataset=RandomImages(40))
+        plain.train()
+        counted, count = [], type(tiny_vit).num_parameters
+        monkeypatch.setattr(type(tiny_vit), "num_parameters", lambda *a, **k: (counted.append(1), count(*a, **k))[1])
+        ours = EntameTrainer(tiny_vit, args, train_dataset=RandomImages(40))
+        ours.train()
+        assert ours.state.total_flos == plain.state.total_flos > 0
+        assert len(counted) == 2
+
     def test_arguments_have_the_papers_defaults(self, tmp_path):
         args = EntameTrainingArguments(str(tmp_path))
         assert (args.learning_rate, args.lr_scheduler_type, args.weight_decay) == (1e-4, "constant", 0.0)

@@ -58,6 +58,7 @@ IN_TWO = {
     "evaluations": {"evaluate": True},
     "dropout": {"max_steps": 4, "dropout": 0.5, "save_strategy": "steps", "save_steps": 2},
     "resumed": {"max_steps": 4, "dropout": 0.5, "resume": "dropout/checkpoint-2"},
+    "frozen": {"max_steps": 2, "freeze_backbone": True},
 }
 IN_THREE = {"uneven": {"count": 22}, "evaluations": {"evaluate": True}}
 
@@ -149,6 +150,14 @@ def test_each_example_is_evaluated_once(evaluated, name):
             assert metrics.get("eval_examples", 22) == 22
             count = metrics["eval_samples_per_second"] * metrics["eval_runtime"]
             assert count == pytest.approx(22, rel=0.3)
+
+
+def test_a_backbone_stands_still_on_two_processes(tmp_path, in_two):
+    check_equal(*train(tmp_path, 1, **IN_TWO["frozen"]), in_two["frozen"])
+
+
+def test_gradients_are_sent_from_where_they_are(in_two):
+    assert not any(rank["copies_gradients"] for rank in in_two["accumulated"])
 
 
 def check_equal(whole, ranks):

@@ -68,6 +68,7 @@ def main(folder: str, options: str) -> None:
         "model": {name: values.clone() for name, values in model.state_dict().items()},
         "log": trainer.state.log_history,
         "waits": waits and waits.count,
+        "copies_gradients": not getattr(trainer.model_wrapped, "gradient_as_bucket_view", True),
         "stepped": sum(1 for parameter in model.parameters() if trainer.optimizer.state.get(parameter)),
         "predictions": torch.tensor(trainer.predict(trainer.eval_dataset).predictions),
     }
