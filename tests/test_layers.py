@@ -1,5 +1,6 @@
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -203,17 +204,38 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_value_of_a_global_batch_is_read_by_the_host():
+@pytest.fixture
+def process_group():
+    """Of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        x = torch.randn(6, 4, requires_grad=True)
-        with HostReads() as reads:
-            batch = batch_statistics(x, -1, sync=True)
-            batch.var.sum().backward()
-        torch.testing.assert_close(batch.var, x.var(0, correction=0))
-        assert reads.count == 0
-        with reads:
-            x[x.sum(1).argmax()]
-        assert reads.count == 1
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_no_value_of_a_global_batch_is_read_by_the_host(process_group):
+    x = torch.randn(6, 4, requires_grad=True)
+    with HostReads() as reads:
+        batch = batch_statistics(x, -1, sync=True)
+        batch.var.sum().backward()
+    torch.testing.assert_close(batch.var, x.var(0, correction=0))
+    assert reads.count == 0
+    with reads:
+        x[x.sum(1).argmax()]
+    assert reads.count == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_the_gradient_through_a_global_batch_is_that_of_a_batch(process_group, compiled):
+    """Which is written out, and traced without graph breaks."""
+    x = torch.randn(6, 4, dtype=torch.float64) * 3 + 100
+    weights = torch.randn(2, 4, dtype=torch.float64)
+    gradients = []
+    for sync in (False, True):
+        rows = x.clone().requires_grad_(True)
+        function = partial(batch_statistics, dim=-1, sync=sync)
+        if sync and compiled:
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        batch = function(rows)
+        (weights * torch.stack([batch.offset, batch.var])).sum().backward()
+        gradients.append(rows.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
