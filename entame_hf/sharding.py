@@ -16,7 +16,8 @@ class GlobalBatchSampler(BatchSampler):
     """Give one process its part of every global batch, the last and smaller one of an epoch included.
 
     k processes of b examples see what one process of k·b sees. accelerate would fill the last batch up with examples
-    of the first one, which would count twice in gradients and in the statistics of features.
+    of the first one, which would count twice in gradients and in the statistics of features. Where b is even, the rows
+    2i and 2i + 1 of a global batch stay together, as long as each process gets two: they may be mixed with each other.
 
     Args:
         sampler (`torch.utils.data.Sampler`): the order of all rows, the same in every process.
@@ -48,7 +49,10 @@ class GlobalBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
         rows = iter(self.sampler)
         while batch := list(islice(rows, self.batch_size * self.num_processes)):
-            start, end = (len(batch) * (self.process_index + i) // self.num_processes for i in (0, 1))
+            pairs = -(-len(batch) // 2)
+            unit = 2 if self.batch_size % 2 == 0 and pairs >= self.num_processes else 1
+            units = pairs if unit == 2 else len(batch)
+            start, end = (unit * (units * (self.process_index + i) // self.num_processes) for i in (0, 1))
             # Fewer rows than processes would leave one without a loss: they wait for another epoch's order.
             if len(batch) >= self.num_processes:
                 yield batch[start:end]

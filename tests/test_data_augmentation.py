@@ -113,6 +113,16 @@ def test_labels_are_mixed_as_pixels_are(mixup, cutmix):
         assert 10 < sum(blended) < 54
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_the_last_of_an_odd_number_stays_as_it_is(count):
+    images, labels = torch.rand(count, 3, 8, 8), torch.arange(count)
+    mixed, targets = Augmentation("none", 0.8).mix(images, labels, 5, ROWS[:count], 0)
+    torch.testing.assert_close(mixed[-1], images[-1])
+    torch.testing.assert_close(targets[-1], torch.eye(5)[count - 1])
+    # Each of the others with its neighbour alone.
+    assert (targets[:-1].flatten(1) > 0).sum() == 2 * (count - 1)
+
+
 def test_shares_follow_the_beta_distribution():
     rows = np.arange(4000)
     labels = torch.arange(4000) % 2

@@ -64,7 +64,8 @@ class Augmentation:
             of the area, resized to the model's input; `"randaugment"`, a flip and two of RandAugment's operations of
             magnitude 9.
         mixup_alpha (`float`, *optional*, defaults to 0):
-            Blend each image and its label with another's of the batch, by a share from Beta(α, α). 0 is off.
+            Blend each image and its label with those of its neighbour in the batch, by a share from Beta(α, α). 0 is
+            off.
         cutmix_alpha (`float`, *optional*, defaults to 0):
             Put a box of another image into each, of an area from Beta(α, α). Where both are given, each image gets
             one of the two by a coin.
@@ -139,7 +140,10 @@ class Augmentation:
         return pixels
 
     def mix(self, pixels: Tensor, labels: Tensor, classes: int, rows: Rows, epoch: int) -> tuple[Tensor, Tensor]:
-        """Mix each image and its label with the one before it in the batch.
+        """Mix images and their labels in pairs: the first with the second, the third with the fourth, and so on.
+
+        Where processes have batches of an even size, these are the pairs of one process that has all of them. The last
+        of an odd number stays as it is.
 
         Args:
             pixels (`torch.Tensor`): floating (N, C, H, W).
@@ -165,9 +169,11 @@ class Augmentation:
         inside = rows_inside[:, :, None] & columns_inside[:, None, :]
         share = torch.where(_on(cuts[:, None, None], pixels), 1 - inside.float(), _on(own[:, None, None], pixels))
         targets = one_hot(labels, classes).float()
+        places = np.arange(len(rows))
+        other = _on(np.minimum(places ^ 1, len(rows) - 1), pixels)
         return (
-            torch.lerp(pixels.roll(1, 0), pixels, share[:, None].to(pixels.dtype)),
-            torch.lerp(targets.roll(1, 0), targets, share.mean((1, 2))[:, None]),
+            torch.lerp(pixels[other], pixels, share[:, None].to(pixels.dtype)),
+            torch.lerp(targets[other], targets, share.mean((1, 2))[:, None]),
         )
 
 

@@ -59,6 +59,7 @@ IN_TWO = {
     "dropout": {"max_steps": 4, "dropout": 0.5, "save_strategy": "steps", "save_steps": 2},
     "resumed": {"max_steps": 4, "dropout": 0.5, "resume": "dropout/checkpoint-2"},
     "frozen": {"max_steps": 2, "freeze_backbone": True},
+    "mixed": {"max_steps": 4, "count": 39, "mixed": True},
 }
 IN_THREE = {"uneven": {"count": 22}, "evaluations": {"evaluate": True}}
 
@@ -154,6 +155,11 @@ def test_each_example_is_evaluated_once(evaluated, name):
 
 def test_a_backbone_stands_still_on_two_processes(tmp_path, in_two):
     check_equal(*train(tmp_path, 1, **IN_TWO["frozen"]), in_two["frozen"])
+
+
+def test_images_are_mixed_with_the_same_ones_on_two_processes(tmp_path, in_two):
+    """In batches of 24 and of 15, of which the first process has 8 and the last image stays as it is."""
+    check_equal(*train(tmp_path, 1, **IN_TWO["mixed"]), in_two["mixed"])
 
 
 def test_gradients_are_sent_from_where_they_are(in_two):

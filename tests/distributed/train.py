@@ -36,6 +36,7 @@ def main(folder: str, options: str) -> None:
         evaluate_all.main(folder)
         return
     fails_at, batch_norm = changes.pop("fails_at", None), changes.pop("batch_norm", False)
+    mixed = changes.pop("mixed", False)
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
     blind_rank, waits = changes.pop("blind_rank", None), WaitCounter() if changes.pop("count_waits", False) else None
     dropout, masks = changes.pop("dropout", 0.0), []
@@ -52,7 +53,13 @@ def main(folder: str, options: str) -> None:
         model.vit.embeddings.dropout.register_forward_hook(lambda layer, _, out: masks.append(out == 0))
     else:
         model = ViTForImageClassification.from_pretrained(base)
-    trainer = EntameTrainer(model, args, train_dataset=RandomImages(count), eval_dataset=RandomImages(22, seed=1))
+    images = RandomImages(count)
+    if mixed:
+        # Here: no other run needs what it imports.
+        from mixed import MixedImages
+
+        images = MixedImages(count)
+    trainer = EntameTrainer(model, args, train_dataset=images, eval_dataset=RandomImages(22, seed=1))
     if fails_at:
         trainer.add_callback(Failing(fails_at))
     if waits:
