@@ -108,8 +108,8 @@ def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class _GlobalStatistics(torch.autograd.Function):
     """Give `origin`, `offset`, `var` and `number` of the batch that is spread over all processes.
 
-    Processes gather 3K + 1 numbers of each forward, and sum 2K backward. Written out, this launches fewer kernels than
-    a backward of every operation that the statistics are combined by.
+    Forward, 3K + 1 numbers of each process are gathered; backward, 2K are summed. A gradient that is written out
+    launches fewer kernels than those of all the operations that statistics are combined by.
     """
 
     @staticmethod
