@@ -9,8 +9,9 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -18,6 +19,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from . import hosts
 from .errors import InputError, RunError
 
 logger = logging.get_logger(__name__)
@@ -103,15 +105,21 @@ class ResumableTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.add_callback(BestCheckpointFinder())
 
-    # Trainer takes the newest checkpoint, whole or not.
+    # Trainer takes the newest checkpoint, whole or not, and whether other hosts have it or not.
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        hosts.check_folder(self.args)
         if resume_from_checkpoint:
-            folder, asked = self.args.output_dir, f"resume_from_checkpoint={resume_from_checkpoint}"
-            with self.args.main_process_first(desc="looking for the last whole checkpoint"):
-                found = last_whole_checkpoint(folder) if resume_from_checkpoint is True else resume_from_checkpoint
-                resume_from_checkpoint = check_checkpoint(found, asked, folder)
-                _remove_unfinished(folder)
+            resume_from_checkpoint = hosts.same_on_all(partial(self._find_checkpoint, resume_from_checkpoint))
+        hosts.watch()
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _find_checkpoint(self, asked: str | Literal[True]) -> str:
+        folder = self.args.output_dir
+        with self.args.main_process_first(desc="looking for the last whole checkpoint"):
+            found = last_whole_checkpoint(folder) if asked is True else asked
+            found = check_checkpoint(found, f"resume_from_checkpoint={asked}", folder)
+            _remove_unfinished(folder)
+        return found
 
     # A run that was killed after its last checkpoint would take another step.
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .errors import InputError
+from .hosts import same_on_all
 from .resume import check_checkpoint, last_whole_checkpoint
 
 # What a run leaves behind, whoever wrote it.
@@ -90,11 +91,15 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
         `str` or `None`: the folder; None for a run that starts afresh.
 
     Raises:
-        InputError: there is no such checkpoint, or it is not whole.
+        InputError: on every process: one of them has no such checkpoint, or it is not whole.
     """
     asked = args.resume_from_checkpoint
     if asked is None:
         return None
     folder = str(args.output_dir)
-    found = last_whole_checkpoint(folder) if asked.lower() in ("last", "true") else asked
-    return check_checkpoint(found, f"--resume_from_checkpoint {asked}", folder)
+
+    def find() -> str:
+        found = last_whole_checkpoint(folder) if asked.lower() in ("last", "true") else asked
+        return check_checkpoint(found, f"--resume_from_checkpoint {asked}", folder)
+
+    return same_on_all(find)

@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+
+from entame_hf.resume import last_whole_checkpoint
 
 WORKER = Path(__file__).parent / "train.py"
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
@@ -50,10 +53,11 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def start(hosts: list[str], folder: Path, **options) -> list[subprocess.Popen]:
-    """Launch one process on each host, as a user would type it there."""
+def start(hosts: list[str], *folders: Path, **options) -> list[subprocess.Popen]:
+    """Launch one process on each host, as a user would type it there, with one folder for all or one each."""
     running = []
     for rank, host in enumerate(hosts):
+        folder = folders[rank % len(folders)]
         command = [
             *("ip", "netns", "exec", host, sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"),
             *("--num_machines", str(len(hosts)), "--num_processes", str(len(hosts)), "--machine_rank", str(rank)),
@@ -67,6 +71,25 @@ def start(hosts: list[str], folder: Path, **options) -> list[subprocess.Popen]:
             )
         running.append(process)
     return running
+
+
+def wait_for_a_checkpoint(folder: Path) -> None:
+    deadline = time.monotonic() + 120
+    while last_whole_checkpoint(folder) is None:
+        assert time.monotonic() < deadline, (folder / "host0.log").read_text()[-3000:]
+        time.sleep(0.2)
+
+
+def last_checkpoint(folder: Path) -> tuple[Path, int]:
+    found = last_whole_checkpoint(folder)
+    assert found is not None
+    return Path(found), int(found.rpartition("-")[2])
+
+
+def kill(*running: subprocess.Popen) -> None:
+    for process in running:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def alone(folder: Path, **options) -> None:
@@ -86,12 +109,9 @@ def test_two_machines_train_as_one_and_go_on_after_one_died(tmp_path, hosts):
     expected, got = torch.load(one / "rank0.pt"), torch.load(two / "rank1.pt")
     torch.testing.assert_close(got["model"], expected["model"], rtol=0, atol=1e-5)
 
-    # One host loses power in the middle of a long training, some time after a checkpoint.
+    # The processes of one host are killed in the middle of a long training, some time after a checkpoint.
     survivor, victim = start(hosts, broken, per_device_train_batch_size=12, **{**options, "max_steps": 100000})
-    deadline = time.monotonic() + 120
-    while not list(broken.glob("checkpoint-*/trainer_state.json")):
-        assert time.monotonic() < deadline, (broken / "host0.log").read_text()[-3000:]
-        time.sleep(0.2)
+    wait_for_a_checkpoint(broken)
     os.killpg(victim.pid, signal.SIGKILL)
     for pid in subprocess.check_output(["ip", "netns", "pids", hosts[1]], text=True).split():
         os.kill(int(pid), signal.SIGKILL)
@@ -100,8 +120,61 @@ def test_two_machines_train_as_one_and_go_on_after_one_died(tmp_path, hosts):
     assert re.search("Connection (closed|reset)|peer", log), log[-3000:]
 
     # The last whole checkpoint goes on, on one host.
-    last = max(broken.glob("checkpoint-*/trainer_state.json"), key=lambda file: int(file.parent.name[11:])).parent
-    step = int(last.name[11:])
+    last, step = last_checkpoint(broken)
     alone(broken, per_device_train_batch_size=24, **{**options, "max_steps": step + 2, "resume": str(last)})
     resumed = torch.load(broken / "rank0.pt")
     assert max(entry["step"] for entry in resumed["log"]) == step + 2
+
+
+@pytest.mark.slow
+def test_a_host_that_falls_silent_ends_the_job_which_goes_on_on_two_hosts(tmp_path, hosts):
+    """Nobody closes a connection where power or the network is lost; each host sees the other one go."""
+    options = {"save_strategy": "steps", "save_steps": 50, "per_device_train_batch_size": 12, "save_total_limit": 2}
+    running = start(hosts, tmp_path, **options, max_steps=100000)
+    try:
+        wait_for_a_checkpoint(tmp_path)
+        ip("-n", hosts[1], "link", "set", "eth0", "down")
+        silent = time.monotonic()
+        for rank, process in enumerate(running):
+            assert process.wait(timeout=60) != 0
+            print(f"host {rank} ended {time.monotonic() - silent:.1f} s after the other fell silent")
+    finally:
+        kill(*running)
+    for rank in range(2):
+        log = (tmp_path / f"host{rank}.log").read_text()
+        assert f"The host of rank {1 - rank} has not answered for" in log, log[-3000:]
+        assert "resume_from_checkpoint" in log
+
+    ip("-n", hosts[1], "link", "set", "eth0", "up")
+    _, step = last_checkpoint(tmp_path)
+    for process in start(hosts, tmp_path, **{**options, "save_strategy": "no"}, max_steps=step + 2, resume=True):
+        assert process.wait(timeout=120) == 0, (tmp_path / "host0.log").read_text()[-3000:]
+    for rank in range(2):
+        assert max(entry["step"] for entry in torch.load(tmp_path / f"rank{rank}.pt")["log"]) == step + 2
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_folder(tmp_path, hosts):
+    """The first one keeps the checkpoints: that is said before the training, and on resuming until they are copied."""
+    options = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 12}
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+
+    def run(succeeds: bool, **changes) -> list[str]:
+        running = start(hosts, *folders, **options, **changes)
+        try:
+            for process in running:
+                assert (process.wait(timeout=60) == 0) == succeeds
+        finally:
+            kill(*running)
+        return [(folder / f"host{rank}.log").read_text() for rank, folder in enumerate(folders)]
+
+    assert "this one alone keeps checkpoints" in run(True, max_steps=4)[0]
+    for log in run(False, max_steps=6, resume=True):
+        assert "Rank 0 would go on from checkpoint-4, and rank 1 from nothing" in log, log[-3000:]
+    shutil.copytree(folders[0] / "checkpoint-4", folders[1] / "checkpoint-4", dirs_exist_ok=True)
+    run(True, max_steps=6, resume=True)
+    first, second = (torch.load(folder / f"rank{rank}.pt") for rank, folder in enumerate(folders))
+    assert max(entry["step"] for entry in second["log"]) == 6
+    torch.testing.assert_close(first["model"], second["model"], rtol=0, atol=0)

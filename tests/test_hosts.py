@@ -1,0 +1,110 @@
+"""What each host of a job must have, with the other hosts' answers given; tests/distributed has real hosts."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import struct
+import threading
+
+import pytest
+from transformers import TrainingArguments
+
+from entame_hf import InputError, hosts
+
+
+@pytest.fixture
+def others(monkeypatch) -> list:
+    """What a second host's process answers; with it, there are two."""
+    answers: list = []
+    monkeypatch.setattr(hosts, "are_several", lambda: True)
+    monkeypatch.setattr(hosts, "gather_object", lambda mine: [*mine, *answers])
+    return answers
+
+
+def not_there() -> str:
+    raise InputError("there is no checkpoint there")
+
+
+def test_all_hosts_go_on_from_the_same_checkpoint(others):
+    others[:] = [("checkpoint-4", None)]
+    assert hosts.same_on_all(lambda: "here/checkpoint-4") == "here/checkpoint-4"
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "message"),
+    [
+        (lambda: "out/checkpoint-4", ("", "it is gone"), r"from checkpoint-4, and rank 1 from nothing \(it is gone\)"),
+        (not_there, ("checkpoint-4", None), "Rank 1 would go on from checkpoint-4, and rank 0 from nothing"),
+        (lambda: "out/checkpoint-4", ("checkpoint-2", None), "checkpoint-4, and rank 1 from checkpoint-2"),
+        (not_there, ("", "it is gone"), "^there is no checkpoint there$"),
+    ],
+    ids=["missing-there", "missing-here", "another", "nowhere"],
+)
+def test_hosts_that_have_not_the_same_checkpoint_are_refused_everywhere(others, mine, other, message):
+    others[:] = [other]
+    with pytest.raises(InputError, match=message):
+        hosts.same_on_all(mine)
+
+
+def arguments(tmp_path, **options) -> TrainingArguments:
+    return TrainingArguments(
+        str(tmp_path / "out"), use_cpu=True, save_strategy="steps", eval_strategy="steps", **options
+    )
+
+
+def test_the_first_host_writes_where_all_see_it(tmp_path, others, caplog):
+    others[:] = [True]
+    hosts.check_folder(arguments(tmp_path, load_best_model_at_end=True))
+    assert not caplog.records
+    assert not list((tmp_path / "out").iterdir())
+    with pytest.raises(InputError, match="save_on_each_node=True leaves checkpoints without weights"):
+        hosts.check_folder(arguments(tmp_path, save_on_each_node=True))
+
+
+def test_what_only_the_first_host_has_is_said_before_the_training(tmp_path, others, caplog, monkeypatch):
+    others[:] = [False]
+    monkeypatch.setattr(logging.getLogger("entame_hf"), "propagate", True)
+    hosts.check_folder(arguments(tmp_path))
+    assert "this one alone keeps checkpoints" in caplog.text
+    with pytest.raises(InputError, match="load_best_model_at_end=True needs"):
+        hosts.check_folder(arguments(tmp_path, load_best_model_at_end=True))
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        return client, server.accept()[0]
+
+
+@pytest.mark.parametrize("lingers", [True, False], ids=["ended", "reset"])
+def test_a_process_that_ends_is_no_silent_host(monkeypatch, lingers):
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
+    mine, other = connected()
+    with mine:
+        watching = threading.Thread(target=hosts._await_end, args=(mine, 1))
+        watching.start()
+        if not lingers:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        other.close()
+        watching.join(timeout=10)
+        assert not watching.is_alive()
+
+
+@pytest.mark.parametrize("error", [errno.ETIMEDOUT, errno.EHOSTUNREACH])
+def test_a_silent_host_ends_the_process_with_a_sentence(monkeypatch, capsys, error):
+    class Unanswered(socket.socket):
+        def recv(self, *_):
+            raise OSError(error, os.strerror(error))
+
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with Unanswered() as connection:
+        hosts._await_end(connection, 3)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert codes == [1]
+    message = capsys.readouterr().err
+    assert message.startswith("The host of rank 3 has not answered for 40 s")
+    assert "--resume_from_checkpoint last" in message
