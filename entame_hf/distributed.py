@@ -42,6 +42,9 @@ def check_processes(args: TrainingArguments) -> None:
             "auto_find_batch_size works in one process: where one of several runs out of memory, the others would "
             "wait for ever. Give per_device_train_batch_size alone."
         )
+    if args.use_cpu and dist.group.WORLD is not None:
+        # transformers passes it on for accelerators only.
+        dist.group.WORLD.set_timeout(args.ddp_timeout_delta)
     if args.n_gpu > 1:
         logger.warning(
             f"Using one of {args.n_gpu} GPUs: DataParallel keeps no feature statistics. "

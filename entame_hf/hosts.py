@@ -23,7 +23,6 @@ logger = logging.get_logger(__name__)
 
 # Seconds until a silent host is asked whether it is there, between two questions, and how many it may leave open.
 IDLE, INTERVAL, PROBES = 10, 5, 6
-PATIENCE = IDLE + INTERVAL * PROBES
 GO_ON = "--resume_from_checkpoint last (resume_from_checkpoint=True in Python)"
 
 
@@ -122,7 +121,7 @@ def watch() -> None:
         Thread(target=_receive, args=(server,), daemon=True).start()
     elif int(os.environ["LOCAL_RANK"]) == 0:
         try:
-            connection = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=PATIENCE)
+            connection = socket.create_connection((os.environ["MASTER_ADDR"], port), timeout=IDLE)
         except OSError as error:
             logger.warning(
                 f"Rank {dist.get_rank()} cannot watch whether the job's first host stays alive ({error}): where one "
@@ -160,13 +159,12 @@ def _await_end(connection: socket.socket, rank: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     try:
         connection.recv(1)
-    except ConnectionError:
-        return
+    # It does not answer, or has started anew and knows of no connection.
     except OSError as error:
         print(
-            f"The host of rank {rank} has not answered for {PATIENCE} s ({error.strerror}): it has lost power or its "
-            f"network, and the job ends. Nothing but the steps since the last checkpoint is lost: go on with {GO_ON}, "
-            "on any number of hosts that have it.",
+            f"The host of rank {rank} does not answer ({error.strerror}): it has lost power or its network, and the "
+            f"job ends. Nothing but the steps since the last checkpoint is lost: go on with {GO_ON}, on any number of "
+            "hosts that have it.",
             file=sys.stderr,
             flush=True,
         )

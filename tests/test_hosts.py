@@ -8,11 +8,15 @@ import os
 import socket
 import struct
 import threading
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 from transformers import TrainingArguments
 
 from entame_hf import InputError, hosts
+from entame_hf.distributed import check_processes
 
 
 @pytest.fixture
@@ -79,32 +83,49 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return client, server.accept()[0]
 
 
-@pytest.mark.parametrize("lingers", [True, False], ids=["ended", "reset"])
-def test_a_process_that_ends_is_no_silent_host(monkeypatch, lingers):
-    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
+@pytest.fixture
+def exits(monkeypatch) -> list[int]:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["ended", "restarted"])
+def test_a_process_that_ends_is_no_lost_host_and_a_host_that_starts_anew_is(exits, restarted):
     mine, other = connected()
     with mine:
         watching = threading.Thread(target=hosts._await_end, args=(mine, 1))
         watching.start()
-        if not lingers:
+        if restarted:
+            # Closed so, it answers as a host that knows of no connection.
             other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         other.close()
         watching.join(timeout=10)
         assert not watching.is_alive()
+    assert exits == ([1] if restarted else [])
 
 
 @pytest.mark.parametrize("error", [errno.ETIMEDOUT, errno.EHOSTUNREACH])
-def test_a_silent_host_ends_the_process_with_a_sentence(monkeypatch, capsys, error):
+def test_a_silent_host_ends_the_process_with_a_sentence(exits, capsys, error):
     class Unanswered(socket.socket):
         def recv(self, *_):
             raise OSError(error, os.strerror(error))
 
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
     with Unanswered() as connection:
         hosts._await_end(connection, 3)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    assert codes == [1]
+    assert exits == [1]
     message = capsys.readouterr().err
-    assert message.startswith("The host of rank 3 has not answered for 40 s")
+    assert message.startswith("The host of rank 3 does not answer (")
     assert "--resume_from_checkpoint last" in message
+
+
+def test_ddp_timeout_reaches_processes_on_the_cpu(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, ddp_timeout=7)
+    assert args.world_size == 1
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        check_processes(args)
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()

@@ -142,7 +142,7 @@ def test_a_host_that_falls_silent_ends_the_job_which_goes_on_on_two_hosts(tmp_pa
         kill(*running)
     for rank in range(2):
         log = (tmp_path / f"host{rank}.log").read_text()
-        assert f"The host of rank {1 - rank} has not answered for" in log, log[-3000:]
+        assert f"The host of rank {1 - rank} does not answer" in log, log[-3000:]
         assert "resume_from_checkpoint" in log
 
     ip("-n", hosts[1], "link", "set", "eth0", "up")
