@@ -3,15 +3,43 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 import yaml
 from transformers import HfArgumentParser
 
-from .errors import InputError
+from .distributed import say_once
+from .errors import InputError, RunError
 
 FILES = (".yaml", ".yml", ".json")
+
+
+def run_script(main: Callable[[list[str]], object]) -> None:
+    """Run a script's main function, with what may be expected to end it said in a message and an exit code.
+
+    Args:
+        main (`Callable`): takes the command line's arguments. Exit codes are those of [`InputError`] and [`RunError`],
+            and 130 where it was interrupted.
+    """
+    name = Path(sys.argv[0]).name
+    try:
+        main(sys.argv[1:])
+    except InputError as error:
+        say_once(f"{name}: error: {' '.join(str(error).split())}")
+        sys.exit(2)
+    except RunError as error:
+        say_once(f"{name}: error: {error}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("\nInterrupted. Go on from the last checkpoint with --resume_from_checkpoint last.", file=sys.stderr)
+        sys.exit(130)
+    if dist.is_initialized():
+        # Threads of gloo that still run when Python ends would abort the process.
+        dist.destroy_process_group()
 
 
 class OptionParser(HfArgumentParser):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -51,6 +54,30 @@ def check_processes(args: TrainingArguments) -> None:
             "To use them all, start with: accelerate launch your_script.py"
         )
         args._n_gpu = 1
+
+
+def say_once(message: str) -> None:
+    """Print a message to standard error: one process of a host does it for all that end with the same one.
+
+    Args:
+        message (`str`): what ends this process.
+    """
+    where = {name: os.environ.get(name, "") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")}
+    key = f"entame_hf/{'/'.join(where.values())}/{hashlib.sha256(message.encode()).hexdigest()}"
+    store = None
+    # The launcher's, as it is there before any process group and after a process has failed.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        with suppress(RuntimeError):
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=10))
+            if store.add(key, 1) > 1:
+                # The launcher ends all processes as soon as one has ended.
+                store.wait([f"{key}/said"])
+                return
+    print(message, file=sys.stderr, flush=True)
+    with suppress(RuntimeError):
+        if store is not None:
+            store.set(f"{key}/said", "")
 
 
 def share_buffers(model: nn.Module) -> None:

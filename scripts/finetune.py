@@ -9,7 +9,6 @@ fine-tunes EfficientNet-Lite0 on MNIST-5k twice, as usual and with ENTAME, and c
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -24,13 +23,12 @@ from entame_hf import (
     EntameTrainer,
     EntameTrainingArguments,
     InputError,
-    RunError,
     apply_entame,
     inspect_head,
 )
 from entame_hf.batches import batch_loader
 from entame_hf.callbacks import EarlyEvaluation
-from entame_hf.cli import FILES, OptionParser
+from entame_hf.cli import FILES, OptionParser, run_script
 from entame_hf.data import (
     DataArguments,
     Splits,
@@ -287,14 +285,4 @@ def demo_figures(trainer: EntameTrainer) -> tuple[float, float]:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    try:
-        main(sys.argv[1:])
-    except InputError as error:
-        print(f"finetune.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except RunError as error:
-        print(f"finetune.py: error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("\nInterrupted. Go on from the last checkpoint with --resume_from_checkpoint last.", file=sys.stderr)
-        sys.exit(130)
+    run_script(main)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import TINY_VIT, RandomImages, WaitCounter
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
+from entame_hf.cli import run_script
 
 
 class Failing(TrainerCallback):
@@ -85,5 +86,4 @@ def main(folder: str, options: str) -> None:
 
 if __name__ == "__main__":
     # Several runs, one after the other: processes and libraries take longer to start than a run takes.
-    for folder, options in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        main(folder, options)
+    run_script(lambda argv: [main(*run) for run in zip(argv[::2], argv[1::2], strict=True)])
