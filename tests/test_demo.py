@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from entame_hf import InputError
-from entame_hf.demo import demo_dataset, efficientnet_lite
+from entame_hf.demo import demo_dataset, demo_figures, demo_table, efficientnet_lite
 
 
 @pytest.mark.parametrize(("size", "parameters"), [(0, 4_652_008), (1, 5_416_680), (2, 6_092_072)])
@@ -31,3 +31,13 @@ def test_digits():
     assert dataset[0]["image"].size == (28, 28)
     counts = torch.tensor(dataset["label"]).bincount()
     assert counts.tolist() == [500] * 10
+
+
+def test_what_the_methods_came_to():
+    log = [
+        {"step": 1, "energy/noise_share": 0.25},
+        *({"step": step, "eval_accuracy": step / 100} for step in (1, 9, 11)),
+        {"step": 2, "energy/noise_share": 0.5},
+    ]
+    assert demo_figures(log) == pytest.approx((0.25, 0.05))
+    assert demo_table([("ENTAME", 0.25, 0.05, 0.9)]).splitlines()[-1].split() == ["ENTAME", "25.0%", "5.0%", "90.0%"]

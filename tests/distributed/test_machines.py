@@ -165,7 +165,7 @@ def test_hosts_that_share_no_folder(tmp_path, hosts):
         running = start(hosts, *folders, **options, **changes)
         try:
             for process in running:
-                assert (process.wait(timeout=60) == 0) == succeeds
+                assert (process.wait(timeout=120) == 0) == succeeds
         finally:
             kill(*running)
         return [(folder / f"host{rank}.log").read_text() for rank, folder in enumerate(folders)]
