@@ -32,18 +32,17 @@ KEY = "head_lr"
 MARK = "head"
 
 
-def feature_norms(features: Tensor, order: int = 1, dim: int = -1) -> Tensor:
-    """Compute ‖x‖₁ or ‖x‖₂ of each example, averaged over its positions.
+def feature_norms(features: Tensor, dim: int = -1) -> Tensor:
+    """Compute ‖x‖₁ of each example, averaged over its positions.
 
     Args:
         features (`torch.Tensor` of shape `(N, *, K)`): what a classifier multiplies; `dim` says where K is.
-        order (`int`, *optional*, defaults to 1): 1 or 2.
         dim (`int`, *optional*, defaults to -1): the feature dimension.
 
     Returns:
         `torch.Tensor` of shape `(N,)`: in float32, or float64 where `features` are.
     """
-    norms = torch.linalg.vector_norm(widen(features), order, dim)
+    norms = torch.linalg.vector_norm(widen(features), 1, dim)
     return norms.flatten(1).mean(1) if norms.ndim > 1 else norms
 
 
@@ -70,24 +69,26 @@ def head_learning_rate(features: Tensor, dim: int = -1) -> float:
     0.0005
     ```
     """
-    return LOGIT_STEP / float(feature_norms(features, 1, dim).mean())
+    return LOGIT_STEP / float(feature_norms(features, dim).mean())
 
 
 class HeadRates(TrainerCallback):
     """Give the heads of a training a parameter group each, and measure its learning rate where none was given.
 
-    With `head_lr="auto"`, the rate is δ over the most that a step at the rate 1 moves a logit of an example x by, on
-    average. A step that changes a class's weights by D changes its logit by Dx, which is no more than ‖D‖∞ · ‖x‖₁ and
-    no more than ‖D‖₂ · ‖x‖₂:
+    With `head_lr="auto"`, the rate is δ over how far a step at the rate 1 moves a logit of an example x, on average. A
+    step that changes a class's weights by D changes its logit by Dx:
 
     | optimizer | D | rate |
     |---|---|---|
-    | Adam and its kin | about ±1 each, whatever the gradient's size | δ / E‖x‖₁ |
-    | `torch.optim.SGD` | the gradient G, 1/(1 − momentum) times | δ (1 − momentum) / (E‖x‖₂ · mean ‖G‖₂) |
+    | Adam and its kin | about ±1 each, whatever the gradient's size, so that abs(Dx) ≤ ‖x‖₁ | δ / E‖x‖₁ |
+    | `torch.optim.SGD` | the gradient G; (1 + momentum) G with Nesterov's | δ / E abs(Gx) |
+
+    Adam's steps stay as large as the first, which is why theirs is a bound. SGD's shrink with the gradient, the first
+    being the largest before momentum gathers, so that its own reach is what counts.
 
     Measured is the first optimizer step, over all its micro-batches and processes, before it is taken; G before it is
-    clipped, averaged over the classes. A step that fp16's scaler skips leaves it to the next. The rate is the peak of
-    the schedule that all groups share. The log keeps it, once, as `head_lr`, and a run that is resumed takes it from
+    clipped, and over all classes. A step that fp16's scaler skips leaves it to the next. The rate is the peak of the
+    schedule that all groups share. The log keeps it, once, as `head_lr`, and a run that is resumed takes it from
     there. Models with several heads have several rates (`head_lr/...`), because what their heads read differs in width
     and size; a head that the first step does not use stays at the base rate. A step that is measured runs uncompiled.
 
@@ -97,8 +98,10 @@ class HeadRates(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        # That of SGD; None for Adam and its kin.
-        self._momentum: float | None = None
+        # What SGD's first step takes of the gradient; None for Adam and its kin.
+        self._share: float | None = None
+        # Of each head, what it has read in the micro-batches of a step of SGD: their gradient comes afterwards.
+        self._read_before: dict[int, list[Tensor]] = {}
         # Of each head: how far a step reaches, summed over examples, and their number; None where rates are known.
         self._sums: Tensor | None = None
 
@@ -147,7 +150,7 @@ class HeadRates(TrainerCallback):
         if peak == AUTO:
             known = _logged(self.trainer.state.log_history, heads)
         if not known:
-            self._momentum = _momentum(optimizer)
+            self._share = _share_of_gradient(optimizer)
             self._sums = torch.zeros(2, len(heads), device=self.trainer.args.device)
         for group in groups:
             group["lr"] = group["initial_lr"] = known.get(group[MARK], base_rate)
@@ -170,15 +173,21 @@ class HeadRates(TrainerCallback):
 
     @torch.no_grad()
     def _read(self, index: int, leaf: Any, features: Tensor) -> None:
+        dim = -1 if isinstance(leaf, nn.Linear) else -3
+        if self._share is None:
+            self._add(index, feature_norms(features, dim=dim))
+        else:
+            self._read_before.setdefault(index, []).append(features.movedim(dim, -1))
+
+    def _add(self, index: int, reach: Tensor) -> None:
         assert self._sums is not None
-        norms = feature_norms(features, 1 if self._momentum is None else 2, -1 if isinstance(leaf, nn.Linear) else -3)
-        self._sums[0, index] += norms.sum()
-        self._sums[1, index] += len(norms)
+        self._sums[0, index] += reach.sum()
+        self._sums[1, index] += len(reach)
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
-        """Measure the gradients that SGD's step is made of, before they are clipped."""
-        if self._sums is None or self._momentum is None:
+        """Measure how far SGD's step reaches, by the gradients that it is made of, before they are clipped."""
+        if self._sums is None or self._share is None:
             return
         scaler = self.trainer.accelerator.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
@@ -186,11 +195,10 @@ class HeadRates(TrainerCallback):
             gradient = head.module.weight.grad
             if isinstance(gradient, DTensor):
                 gradient = gradient.full_tensor()
-            if gradient is None:
-                self._sums[:, index] = 0
-            else:
-                norm = torch.linalg.vector_norm(gradient.float().flatten(1), dim=1).mean()
-                self._sums[0, index] *= norm / (scale * (1 - self._momentum))
+            for features in self._read_before.pop(index, []):
+                if gradient is not None:
+                    moves = widen(features) @ widen(gradient).flatten(1).mT * (self._share / scale)
+                    self._add(index, feature_norms(moves) / moves.shape[-1])
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -241,11 +249,11 @@ def _split_groups(optimizer: Any, heads: list[Head]) -> None:
                 optimizer.add_param_group({**group, "params": own, MARK: head.path})
 
 
-def _momentum(optimizer: Any) -> float | None:
-    """Read the momentum of SGD; None for Adam and its kin, whose steps do not grow with it."""
+def _share_of_gradient(optimizer: Any) -> float | None:
+    """Tell what SGD's first step takes of the gradient; None for Adam and its kin, whose steps do not grow with it."""
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     if isinstance(inner, SGD):
-        return float(inner.defaults["momentum"])
+        return 1.0 + float(inner.defaults["momentum"]) * bool(inner.defaults["nesterov"])
     if "betas" in inner.defaults:
         return None
     raise InputError(

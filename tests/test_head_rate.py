@@ -112,11 +112,11 @@ def two_clusters(width, scale=1.0, count=64):
 
 
 OPTIMIZERS = {
-    "adam": ({"optim": "adamw_torch"}, 1.0),
-    "adam-decayed": ({"optim": "adamw_torch", "weight_decay": 0.1}, 1.0),
-    "sgd": ({"optim": "sgd"}, 1.0),
-    # The first step of ten.
-    "sgd-momentum": ({"optim": "sgd", "optim_args": "momentum=0.9"}, 0.1),
+    "adam": {"optim": "adamw_torch"},
+    "adam-decayed": {"optim": "adamw_torch", "weight_decay": 0.1},
+    "sgd": {"optim": "sgd"},
+    "sgd-momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "sgd-nesterov": {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"},
 }
 
 
@@ -124,15 +124,14 @@ class TestHowFarAStepMovesALogit:
     @pytest.mark.parametrize(("scale", "width"), [(0.1, 512), (1.0, 32), (10.0, 2048)])
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_by_delta_where_features_tell_classes_apart(self, tmp_path, optimizer, scale, width):
-        changes, share = OPTIMIZERS[optimizer]
-        moved, _ = first_step(tmp_path, two_clusters(width, scale), 2, **changes)
-        assert moved.mean().item() == pytest.approx(LOGIT_STEP * share, rel=0.1)
+        moved, _ = first_step(tmp_path, two_clusters(width, scale), 2, **OPTIMIZERS[optimizer])
+        assert moved.mean().item() == pytest.approx(LOGIT_STEP, rel=0.1)
 
     @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
     def test_by_delta_over_normalised_features(self, tmp_path, optimizer):
-        changes, share = OPTIMIZERS[optimizer]
-        moved, _ = first_step(tmp_path, two_clusters(512, 30.0), 2, method="entame", **changes)
-        assert moved.mean().item() == pytest.approx(LOGIT_STEP * share, rel=0.1)
+        data = two_clusters(512, 30.0)
+        moved, _ = first_step(tmp_path, data, 2, method="entame", **OPTIMIZERS[optimizer])
+        assert moved.mean().item() == pytest.approx(LOGIT_STEP, rel=0.1)
 
     @pytest.mark.parametrize(
         ("kind", "classes"), [("gaussian", 2), ("positive", 10), ("sparse", 100), ("off-centre", 10)]
@@ -148,9 +147,11 @@ class TestHowFarAStepMovesALogit:
                 "sparse": features * (torch.rand(64, 200) < 0.05),
                 "off-centre": features + 5,
             }[kind]
-        moved, _ = first_step(tmp_path, Rows(features, labels), classes, **OPTIMIZERS[optimizer][0])
-        assert moved.mean().item() <= LOGIT_STEP * 1.001
-        assert moved.mean().item() > 0
+        moved, _ = first_step(tmp_path, Rows(features, labels), classes, **OPTIMIZERS[optimizer])
+        if optimizer == "sgd":
+            # Measured, where Adam's reach is bounded.
+            assert moved.mean().item() == pytest.approx(LOGIT_STEP, rel=1e-3)
+        assert 0 < moved.mean().item() <= LOGIT_STEP * 1.001
 
     def test_the_rate_follows_the_features_alone(self, tmp_path):
         """Not the base rate, and as the inverse of their size."""
@@ -169,12 +170,11 @@ class TestRule:
         assert feature_norms(features).tolist() == [3, 5]
         assert head_learning_rate(features) == LOGIT_STEP / 4
 
-    @pytest.mark.parametrize("order", [1, 2])
-    def test_the_mean_is_taken_over_positions(self, order):
+    def test_the_mean_is_taken_over_positions(self):
         x = torch.randn(3, 7, 2, 2)
-        by_position = torch.stack([x[..., i, j].norm(order, dim=1) for i in (0, 1) for j in (0, 1)]).mean(0)
-        torch.testing.assert_close(feature_norms(x, order, -3), by_position)
-        torch.testing.assert_close(feature_norms(x.flatten(2).mT, order), by_position)
+        by_position = torch.stack([x[..., i, j].norm(1, dim=1) for i in (0, 1) for j in (0, 1)]).mean(0)
+        torch.testing.assert_close(feature_norms(x, -3), by_position)
+        torch.testing.assert_close(feature_norms(x.flatten(2).mT), by_position)
 
     def test_half_precision(self):
         features = torch.full((4, 4096), 300.0, dtype=torch.float16)
@@ -289,7 +289,7 @@ class TestInATraining:
                 return super().create_optimizer(*args)
 
         data, config = two_clusters(32), EntameConfig.for_method("mei", head="head")
-        args = arguments(tmp_path, per_device_train_batch_size=64, max_grad_norm=0.0, **OPTIMIZERS[optimizer][0])
+        args = arguments(tmp_path, per_device_train_batch_size=64, max_grad_norm=0.0, **OPTIMIZERS[optimizer])
         skipping = train(Probe(32, 2), args, Overflowing, data=data, entame=config)
         assert logged(skipping) == pytest.approx(logged(train(Probe(32, 2), args, data=data, entame=config)), rel=1e-3)
         assert [entry["step"] for entry in skipping.state.log_history if "head_lr" in entry] == [1]
