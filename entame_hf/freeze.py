@@ -1,12 +1,13 @@
-"""A backbone that stands still: linear probing."""
+"""A backbone that stands still: linear probing; or its running statistics alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .heads import Head
 
@@ -36,7 +37,8 @@ def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
     ['fc.weight', 'fc.bias']
     ```
     """
-    with frozen_parameters(model, heads), eval_backbone(model, heads):
+    still = _without_heads(model, {head.module for head in heads})
+    with frozen_parameters(model, heads), _in_eval_mode(still):
         yield
 
 
@@ -55,9 +57,25 @@ def frozen_parameters(model: nn.Module, heads: list[Head]) -> Iterator[None]:
 
 
 @contextmanager
-def eval_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
-    """Keep all but the heads in eval mode while this context lasts; parameters may learn."""
-    still = list(_without_heads(model, {head.module for head in heads}))
+def frozen_statistics(model: nn.Module) -> Iterator[None]:
+    """Let batch normalisation keep the running statistics that it came with while this context lasts.
+
+    It normalises by them in training as well, so that a feature is the same function of an image in training and in
+    evaluation, from the first step on. All parameters may learn, those of batch normalisation included.
+
+    Args:
+        model (`torch.nn.Module`): an image classifier; one without batch normalisation stays as it is.
+
+    Source: the [guide to transfer learning](https://keras.io/guides/transfer_learning/) of Keras, "Fine-tuning", and
+    section 4 of [Fine-tuning can distort pretrained features](https://arxiv.org/abs/2202.10054).
+    """
+    with _in_eval_mode(module for module in model.modules() if isinstance(module, _BatchNorm)):
+        yield
+
+
+@contextmanager
+def _in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
+    still = list(modules)
     for module in still:
         module.eval()
         # Whoever trains calls model.train() before every step. A partial survives copies and pickles.

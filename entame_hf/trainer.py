@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from .errors import InputError
 from .evaluating import EvaluatingTrainer
 from .feeding import FeedingTrainer
 from .fold import folded, stock_state_dict
-from .freeze import frozen_backbone
+from .freeze import frozen_backbone, frozen_statistics
 from .head_rate import HeadRates
 from .heads import TIMM_PREFIX, Head, find_heads, is_peft
 from .models import as_transformers
@@ -149,9 +149,8 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.args.device.type == "cpu" and not sharded:
             self.model.to(memory_format=torch.channels_last)
-        still = frozen_backbone(self.model, self.heads()) if self.head_args.freeze_backbone else nullcontext()
         try:
-            with still:
+            with self._frozen():
                 return super()._inner_training_loop(
                     batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
                 )
@@ -171,6 +170,12 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
     def heads(self) -> list[Head]:
         """Find the heads of the model in training."""
         return find_heads(self.model, self.entame_config().head)
+
+    def _frozen(self) -> AbstractContextManager[None]:
+        """What stands still, by the arguments, does so while this context lasts."""
+        if self.head_args.freeze_backbone:
+            return frozen_backbone(self.model, self.heads())
+        return frozen_statistics(self.model) if self.head_args.freeze_statistics else nullcontext()
 
     def _head_parameters(self) -> list[nn.Parameter]:
         return [parameter for head in self.heads() for parameter in head.module.parameters()]

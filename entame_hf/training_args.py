@@ -65,6 +65,12 @@ class HeadArguments:
     freeze_backbone: bool = field(
         default=False, metadata={"help": "Train the heads alone, on features that stand still: linear probing."}
     )
+    freeze_statistics: bool = field(
+        default=False,
+        metadata={
+            "help": "Batch normalisation keeps the running statistics it came with and normalises by them in training."
+        },
+    )
     energy_logging_steps: int = field(
         default=20,
         metadata={"help": "First steps whose error is measured, each; then those that are logged. 0 is off."},
@@ -137,6 +143,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         freeze_backbone (`bool`, *optional*, defaults to `False`):
             Linear probing, the paper's feature extraction: the heads alone learn, and the backbone's parameters and
             running statistics stand still.
+        freeze_statistics (`bool`, *optional*, defaults to `False`):
+            The backbone's batch normalisation keeps the running statistics that it came with, and normalises by them
+            in training as in evaluation; its weights learn. See [`frozen_statistics`].
         energy_logging_steps (`int`, *optional*, defaults to 20):
             Measure and log the error of so many first steps, see [`EnergyRecorder`], and then of the steps whose loss
             is logged; 0 turns it off.

@@ -48,6 +48,34 @@ def test_parameters_and_running_statistics_stand_still(tmp_path, kind, freeze):
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "free"])
+@pytest.mark.parametrize("kind", ["timm-resnet", "timm-efficientnet", "hf-resnet"])
+def test_running_statistics_stand_still_while_all_parameters_learn(tmp_path, kind, freeze):
+    factory, side, _ = CLASSIFIERS[kind]
+    options = arguments(tmp_path, freeze_statistics=freeze, learning_rate=1e-2)
+    trainer = EntameTrainer(factory(10), options, train_dataset=RandomImages(48, side))
+    model, modes = trainer.model, []
+    layers = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    before = copy.deepcopy(model.state_dict())
+    layers[0].register_forward_hook(lambda layer, *_: modes.append(layer.training))
+    trainer.train()
+    assert modes == [not freeze] * 3
+    after = model.state_dict()
+    statistics = [name for name in before if "running_" in name]
+    assert len(statistics) == 2 * len(layers)
+    assert all(torch.equal(before[name], after[name]) == freeze for name in statistics)
+    assert not any(torch.equal(before[name], after[name]) for name, _ in model.named_parameters())
+    model.train()
+    assert all(module.training for module in model.modules())
+
+
+def test_nothing_changes_without_running_statistics(tmp_path, tiny_vit):
+    other, data = copy.deepcopy(tiny_vit), RandomImages(48)
+    EntameTrainer(tiny_vit, arguments(tmp_path), train_dataset=data).train()
+    EntameTrainer(other, arguments(tmp_path, freeze_statistics=True), train_dataset=data).train()
+    assert all(map(torch.equal, tiny_vit.state_dict().values(), other.state_dict().values()))
+
+
 def test_a_resumed_run_is_frozen_too(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("test_resnet", num_classes=10)

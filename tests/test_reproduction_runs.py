@@ -137,7 +137,7 @@ def parameters(model, kind=torch.nn.Module):
 def test_lp_ft_probes_and_then_fine_tunes(tmp_path, still):
     noted, model = train_peer(
         tmp_path, entame_method="keep", schedule="lp_ft", probe_learning_rate=1e-2, learning_rate=1e-3,
-        still_statistics=still,
+        freeze_statistics=still,
     )  # fmt: skip
     probe, rest, every = noted[:3], noted[3:], parameters(model)
     assert all(step["moving"] == HEAD and step["rates"] == [1e-2] * len(step["rates"]) for step in probe)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
-from entame_hf.freeze import eval_backbone, frozen_parameters
+from entame_hf.freeze import frozen_parameters
 from entame_hf.heads import find_heads
 
 # What fastai trains even where the rest stands still.
@@ -37,10 +37,6 @@ class RunArguments(EntameTrainingArguments):
         default=None, metadata={"help": "lp_ft: learning rate of its first phase; by default the second's."}
     )
     decay_steps: int = field(default=1, metadata={"help": "head_decay: steps until the head is as slow as the rest."})
-    still_statistics: bool = field(
-        default=False,
-        metadata={"help": "The backbone learns in eval mode: running statistics stand still throughout."},
-    )
     zero_head: bool = field(default=False, metadata={"help": "Set the head to zero before it is kept."})
     max_grad_norm: float = field(default=0.0, metadata={"help": "Clip gradients to this; 0 is off, as in the paper."})
     dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether a smaller last batch is left out."})
@@ -58,16 +54,6 @@ class RunArguments(EntameTrainingArguments):
 
 class RunTrainer(EntameTrainer):
     """An [`EntameTrainer`] without what costs each step and is only reported."""
-
-    # Before the heads are started and until the training ends: whichever mode the backbone is in, it does not change.
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        still = eval_backbone(self.model, find_heads(self.model)) if self.args.still_statistics else nullcontext()
-        with still:
-            return super()._inner_training_loop(*args, **kwargs)
-
-    # Counts all parameters, each step.
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        return 0
 
     # Where gradients are not clipped, their norm is taken for the log alone, which nobody reads.
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -129,7 +115,7 @@ class _Phases(TrainerCallback):
 class ProbeThenFineTune(TwoPhaseTrainer):
     """LP-FT: a linear probe for `probe_epochs`, then fine-tuning for the rest of the same number of epochs.
 
-    The authors keep batch normalisation in eval mode in both phases: that is `still_statistics`. Its mode is the same
+    The authors keep batch normalisation in eval mode in both phases: that is `freeze_statistics`. Its mode is the same
     in both in any case, because a head that was fitted to the features of one mode does not fit those of the other.
     The probe's learning rate is `probe_learning_rate`, and that of the fine-tuning `learning_rate`; both are constant,
     and neither is tuned, where the authors sweep. With `head_lr_multiplier`, the head learns faster in both phases.
