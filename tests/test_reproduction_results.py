@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from itertools import chain, zip_longest
 
 import pytest
 from reproduction.processes import Place, take_place
@@ -77,12 +78,23 @@ def test_processes_agree_on_what_is_done():
 
 @pytest.mark.parametrize("world", [1, 2, 16])
 def test_processes_share_the_runs(world):
-    cells = list(range(100))
-    shares = [Place(rank, world).share(cells, lambda cell: cell % 3) for rank in range(world)]
-    assert sorted(cell for share in shares for cell in share) == cells
-    assert {len(share) for share in shares} <= {100 // world, 100 // world + 1}
-    kinds = [len({cell % 3 for cell in share}) for share in shares]
-    assert sum(kinds) <= 3 + world - 1
+    cells, store = list(range(100)), HashStore() if world > 1 else None
+    shares = [Place(rank, world, store).share(cells, lambda cell: cell % 3) for rank in range(world)]
+    # In turns: all are as fast as each other.
+    found = [[cell for cell in turn if cell is not None] for turn in zip_longest(*shares)]
+    assert sorted(chain(*found)) == cells
+    assert all(len(turn) == world for turn in found[:-1])
+    by_process = list(zip_longest(*found))
+    kinds = [len({cell % 3 for cell in own if cell is not None}) for own in by_process]
+    assert sum(kinds) <= 3 + world - 1 + 100 % world
+
+
+def test_who_is_done_helps_where_most_is_left():
+    store = HashStore()
+    slow, fast = (Place(rank, 2, store).share(list(range(10)), lambda cell: cell) for rank in range(2))
+    assert [next(slow), next(slow)] == [0, 1]
+    assert list(fast) == [5, 6, 7, 8, 9, 2, 3, 4]
+    assert list(slow) == []
 
 
 @pytest.mark.parametrize(("local_rank", "gpu"), [(0, "5"), (3, "7")])

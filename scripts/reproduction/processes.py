@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class Place:
     world: int = 1
     store: Any = None
 
-    def share(self, cells: list[Any], kind: Callable[[Any], Any]) -> list[Any]:
-        """Give this process's share of a list that is the same in every process.
+    def share(self, cells: list[Any], kind: Callable[[Any], Any]) -> Iterator[Any]:
+        """Iterate over this process's part of a list that is the same in every process, then help where most is left.
 
         Runs of one kind stay together: what is done once for all of them is done by few processes.
 
@@ -40,8 +41,22 @@ class Place:
             cells (`list`): the runs.
             kind (`Callable`): from a run to what it has in common with others; can be sorted.
         """
-        start, end = (len(cells) * (self.rank + i) // self.world for i in (0, 1))
-        return sorted(cells, key=kind)[start:end]
+        cells = sorted(cells, key=kind)
+        if self.store is None:
+            yield from cells
+            return
+        bounds = [len(cells) * rank // self.world for rank in range(self.world + 1)]
+        parts = [cells[start:end] for start, end in pairwise(bounds)]
+        part = self.rank
+        while True:
+            taken = self.store.add(f"taken/{part}", 1)
+            if taken <= len(parts[part]):
+                yield parts[part][taken - 1]
+                continue
+            left = [len(part) - self.store.add(f"taken/{rank}", 0) for rank, part in enumerate(parts)]
+            if max(left) <= 0:
+                return
+            part = left.index(max(left))
 
     def agree(self, found: list[str]) -> list[str]:
         """Give the first process's list in all of them: what each finds changes while the others work."""

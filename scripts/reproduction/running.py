@@ -63,16 +63,16 @@ def run_suite(name: str, cells: list[Cell], results: Path, place: Place) -> int:
     logging.getLogger("entame_hf.start").setLevel(logging.ERROR)
     finished = set(place.agree(sorted(done(results))))
     # A model and a data set's images are read once, and cuDNN tries its kernels once for their sizes.
-    left = place.share(
-        [cell for cell in cells if cell.identity not in finished], lambda cell: (cell.model, cell.dataset)
-    )
+    left = [cell for cell in cells if cell.identity not in finished]
+    own = place.share(left, lambda cell: (cell.model, cell.dataset))
     common = {"suite": name, **_provenance(place)}
     # Sizes stay the same over many runs: cuDNN may try its kernels instead of guessing which is fast.
     torch.backends.cudnn.benchmark = True
     # The garbage of one training is collected when the next begins: not through all that was imported, each time.
     gc.freeze()
-    failed, started = 0, time.perf_counter()
-    for number, cell in enumerate(left, 1):
+    ran, failed, started = 0, 0, time.perf_counter()
+    for cell in own:
+        ran += 1
         try:
             line = run_cell(cell)
         # Whatever it is, it is this run's.
@@ -84,8 +84,8 @@ def run_suite(name: str, cells: list[Cell], results: Path, place: Place) -> int:
             continue
         append_line(results, line | common)
         accuracy, seconds = line["evaluations"][-1][1], line["seconds"]
-        print(f"{cell}: {accuracy:.1%} in {seconds:.1f} s ({number} of {len(left)})", flush=True)
-    total = place.total(runs=len(left) - failed, failed=failed)
+        print(f"{cell}: {accuracy:.1%} in {seconds:.1f} s ({ran} here, of {len(left)})", flush=True)
+    total = place.total(runs=ran - failed, failed=failed)
     minutes = (time.perf_counter() - started) / 60
     if place.rank == 0:
         print(
