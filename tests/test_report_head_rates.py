@@ -14,8 +14,6 @@ from reproduction.runs import groups_of, varied_settings
 from scipy import stats
 from test_report import line, write
 
-from entame_hf.head_rate import LOGIT_STEP
-
 
 def rates(seeds=2):
     """Runs over the head's rate, best at 1e-3, and what a rule chose."""
@@ -57,13 +55,16 @@ def test_the_rule_is_compared_with_the_best_rate_that_was_set(read):
     assert len(rows) == 4
 
 
-def rates_best_at(delta, methods=("mei", "keep"), datasets=("D", "E"), **settings):
-    """Runs whose accuracy falls by 10 points for each factor of ten that their head's rate is off that of δ."""
+def rates_best_at(delta, methods=("mei", "keep"), datasets=("D", "E"), step=0.25, **settings):
+    """Runs whose accuracy falls by 10 points for each factor of ten that their head's rate is off that of δ.
+
+    The rule that chose rates of its own had the δ of `step`.
+    """
     for method, dataset, rate, seed in product(methods, datasets, [1e-4, 1e-3, 1e-2, "auto"], range(2)):
-        rule = {"D": 1e-3, "E": 2e-3}[dataset]
+        rule = {"D": 1e-3, "E": 2e-3}[dataset] * step / 0.25
         # The rule measures half of its rate and twice of it.
         used = rule * (2 if seed else 0.5) if rate == "auto" else rate
-        final = 0.9 - 0.1 * abs(math.log10(used / (rule * delta / LOGIT_STEP)))
+        final = 0.9 - 0.1 * abs(math.log10(used / (rule * delta / step)))
         measured = {"head_lr": used} if rate == "auto" else {}
         yield line(
             method,
@@ -71,19 +72,22 @@ def rates_best_at(delta, methods=("mei", "keep"), datasets=("D", "E"), **setting
             "M",
             dataset,
             final,
-            settings={"head_lr": rate, "entame_method": method} | settings,
+            settings={"head_lr": rate, "entame_method": method}
+            | ({"logit_step": step} if measured else {})
+            | settings,
             **measured,
         )
 
 
 def deltas_of(runs):
     varied = varied_settings(runs)
-    return delta_table(groups_of(split(runs)[1], varied, beside={"head_lr", "learning_rate"}))
+    return delta_table(groups_of(split(runs)[1], varied, beside={"head_lr", "logit_step", "learning_rate"}))
 
 
-def test_what_each_delta_costs_is_read_off_the_rates_that_were_set(read):
-    # In D, the rule's 1e-3 is the rate that is best of those set; in E its 2e-3 lies between 1e-3, the best, and 1e-2.
-    lines = rates_best_at(LOGIT_STEP)
+@pytest.mark.parametrize("step", [0.25, 0.5])
+def test_what_each_delta_costs_is_read_off_the_rates_that_were_set(read, step):
+    # In D, 1e-3 is the rate of 0.25, and the best of those set; in E its 2e-3 lies between 1e-3, the best, and 1e-2.
+    lines = rates_best_at(0.25, step=step)
     header, _, *rows = deltas_of(read(lines)).splitlines()
     columns = [cell.strip() for cell in header.strip("|").split("|")]
     assert columns[3:] == [f"δ = {delta}" for delta in ("0.03", "0.06", "0.125", "0.25", "0.5", "1")]
@@ -102,20 +106,19 @@ def test_what_each_delta_costs_is_read_off_the_rates_that_were_set(read):
 
 @pytest.mark.parametrize("best", CANDIDATES)
 def test_the_best_delta_costs_nothing_where_its_rate_was_set(best):
-    rates = [2e-3 * delta / LOGIT_STEP for delta in CANDIDATES]
-    curve = {rate: {0: 90 - abs(math.log(rate / (2e-3 * best / LOGIT_STEP)))} for rate in rates}
-    costs = regrets(curve, 2e-3)
+    curve = {8e-3 * delta: {0: 90 - abs(math.log(delta / best))} for delta in CANDIDATES}
+    costs = regrets(curve, 8e-3)
     assert costs == pytest.approx({delta: abs(math.log(delta / best)) for delta in CANDIDATES})
 
 
 def test_deltas_beyond_the_rates_that_were_set_are_left_out():
     curve = {1e-3: {0: 90.0}, 4e-3: {0: 80.0, 1: 84.0}}
-    assert regrets(curve, 1e-3) == pytest.approx({0.25: 0.0, 0.5: 4.0, 1.0: 8.0})
-    assert regrets(curve, 1.0) == {}
+    assert regrets(curve, 4e-3) == pytest.approx({0.25: 0.0, 0.5: 4.0, 1.0: 8.0})
+    assert regrets(curve, 4.0) == {}
 
 
 def test_optimizers_have_rows_of_their_own(read):
-    lines = [*rates_best_at(LOGIT_STEP), *rates_best_at(LOGIT_STEP, ["keep"], ["D"], optim="sgd")]
+    lines = [*rates_best_at(0.25), *rates_best_at(0.25, ["keep"], ["D"], optim="sgd")]
     rows = [row.split(" | ")[:3] for row in deltas_of(read(lines)).splitlines()[2:]]
     assert rows[-2:] == [["| sgd", "1e-4", "keep"], ["| sgd", "all", "all"]]
     assert len(rows) == 5

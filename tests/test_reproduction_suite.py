@@ -90,6 +90,16 @@ def test_what_transformers_names_is_said_by_its_name(read):
     assert (arguments.optim, arguments.lr_scheduler_type) == ("sgd", "cosine")
 
 
+def test_a_rate_that_is_measured_is_another_run_with_another_delta(read, monkeypatch):
+    methods = {"auto": {"entame_method": "mei", "head_lr": "auto"}, "set": {"entame_method": "mei", "head_lr": 1e-3}}
+    suite = read(methods=methods)
+    before = [cell.identity for cell in suite.cells(seeds=1)]
+    monkeypatch.setattr("reproduction.suite.LOGIT_STEP", 1.0)
+    after = [cell.identity for cell in suite.cells(seeds=1)]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False, True] * 4
+    assert run_arguments(suite.cells()[0].settings).head_lr == "auto"
+
+
 def test_methods_may_be_named_only(read):
     cells = read(methods=["base_wu", "mei"]).cells()
     assert {(cell.method, cell.settings["entame_method"]) for cell in cells} == {("base_wu",) * 2, ("mei",) * 2}

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from entame_hf.head_rate import LOGIT_STEP
-
-from .head_rates import by_base, by_rate, in_order, middle
-from .runs import Group, short
+from .head_rates import by_base, by_rate, head_rate, in_order, middle, name_in_curves
+from .runs import Group, Run, short
 from .statistics import Values
 from .tables import MISSING, final, markdown, mean
 
@@ -49,12 +47,12 @@ def delta_table(groups: Sequence[Group]) -> str:
     return markdown(header, [[*labels, *_costs(found)] for labels, found in rows.items()]) if rows else ""
 
 
-def regrets(curve: Mapping[float, Values], rule: float) -> dict[float, float]:
+def regrets(curve: Mapping[float, Values], unit: float) -> dict[float, float]:
     """Compute what each δ costs: the best mean over the rates that were set, minus that at the δ's rate.
 
     Args:
         curve (mapping of `float` to values by seed): what was measured at each rate that was set.
-        rule (`float`): the rate that was measured with the rule's δ.
+        unit (`float`): the rate of δ = 1.
 
     Returns:
         `dict` of `float`: by δ, in the unit of the values. Between rates, means are interpolated linearly in
@@ -64,7 +62,7 @@ def regrets(curve: Mapping[float, Values], rule: float) -> dict[float, float]:
     means = [mean(curve[rate]) for rate in rates]
     costs = {}
     for delta in CANDIDATES:
-        rate = rule * delta / LOGIT_STEP
+        rate = unit * delta
         # Rates that were computed may miss one that was set by rounding.
         if rates[0] * (1 - 1e-9) <= rate <= rates[-1] * (1 + 1e-9):
             costs[delta] = max(means) - float(np.interp(np.log(rate), np.log(rates), means))
@@ -80,9 +78,13 @@ def _settings(groups: Sequence[Group]) -> list[Setting]:
                 optimizer = ", ".join(sorted({str(run.settings.get("optim", "default")) for run in runs}))
                 for name in in_order(chosen.keys() & curves.keys()):
                     if len(curves[name]) > 1:
-                        rule = middle(rate for rate, _ in chosen[name].values())
-                        found.append(Setting(optimizer, base, name, regrets(curves[name], rule)))
+                        found.append(Setting(optimizer, base, name, regrets(curves[name], _unit(runs, name))))
     return sorted(found, key=lambda setting: (setting.optimizer, setting.base))
+
+
+def _unit(runs: Sequence[Run], method: str) -> float:
+    measured = [run for run in runs if run.head_lr is not None and name_in_curves(run) == method]
+    return middle(head_rate(run) / run.logit_step for run in measured)
 
 
 def _costs(settings: Sequence[Setting]) -> list[str]:

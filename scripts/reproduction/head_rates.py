@@ -172,12 +172,17 @@ def by_rate(
     curves: dict[str, dict[float, dict[int, float]]] = {}
     chosen: dict[str, dict[int, tuple[float, float]]] = {}
     for run in sorted(runs, key=head_rate):
-        name, value = name_of(str(run.settings.get("entame_method", run.method))), measure(run)
+        name, value = name_in_curves(run), measure(run)
         if value is not None and run.settings.get("head_lr") == "auto":
             chosen.setdefault(name, {})[run.seed] = head_rate(run), value
         elif value is not None:
             curves.setdefault(name, {}).setdefault(head_rate(run), {})[run.seed] = value
     return curves, chosen
+
+
+def name_in_curves(run: Run) -> str:
+    """Name what a run's line in a picture is of."""
+    return name_of(str(run.settings.get("entame_method", run.method)))
 
 
 def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | None]) -> dict[str, Line2D]:

@@ -10,7 +10,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from entame_hf import InputError
-from entame_hf.head_rate import LOGIT_STEP
 from entame_hf.plots import save_figures
 
 from . import deltas, head_rates, tables
@@ -73,7 +72,7 @@ within one standard error of the difference, paired by seed. Which rate is best 
 """
 DELTAS = """\
 The rule's rates are proportional to its δ, how far a step may move a logit, so the rates that were set are those of
-other δ: δ(rate) = {step:g} · rate ÷ the rate that `auto` measured, which is the geometric mean over seeds. Below is
+other δ: δ(rate) = rate · δ of `auto` ÷ the rate that it measured, which is the geometric mean over seeds. Below is
 what each δ costs in accuracy at the end, in percentage points: the best mean over the rates that were set, minus the
 mean at the δ's rate, interpolated linearly in log(rate). Each row has the mean over its settings (model, data set,
 base rate and method), the largest, and their number. A setting where the δ's rate lies outside of those that were set
@@ -99,8 +98,8 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     runs = read_runs(results)
     varied = varied_settings(runs)
     compared, points = head_rates.split(runs)
-    groups = groups_of(compared, varied, beside={"head_lr"})
-    curves = groups_of(points, varied, beside={"head_lr", "learning_rate"})
+    groups = groups_of(compared, varied, beside={"head_lr", "logit_step"})
+    curves = groups_of(points, varied, beside={"head_lr", "logit_step", "learning_rate"})
     figures: dict[str, Figure | None] = {}
     body = [_section(group, figures, styles_of(groups)) for group in groups]
     body += [_head_rates(groups, curves, figures)]
@@ -151,7 +150,7 @@ def _head_rates(groups: list[Group], curves: list[Group], figures: dict[str, Fig
     rule = head_rates.rule_table(curves)
     parts += [RULE.format(table=rule).strip()] if rule else []
     costs = deltas.delta_table(curves)
-    parts += [DELTAS.format(step=LOGIT_STEP, table=costs).strip()] if costs else []
+    parts += [DELTAS.format(table=costs).strip()] if costs else []
     for group in curves:
         for model, dataset in group.cells:
             figure = head_rates.head_rate_curves(group, model, dataset)

@@ -45,6 +45,11 @@ class Run:
     head_lr: float | None
 
     @property
+    def logit_step(self) -> float:
+        """The δ that its rate was measured with, where it was; lines had none before there was another than this."""
+        return float(self.settings.get("logit_step", 0.25))
+
+    @property
     def final(self) -> float:
         return self.accuracies[max(self.accuracies)]
 

@@ -10,14 +10,15 @@ from typing import Any
 
 from entame_hf import InputError
 from entame_hf.cli import OptionParser
-from entame_hf.training_args import HeadArguments
+from entame_hf.head_rate import LOGIT_STEP
+from entame_hf.training_args import AUTO, HeadArguments
 
 from .peers import RunArguments
 from .results import identity
 
 SELECTORS = ("model", "dataset", "method")
 # Settings that are none of the trainer's.
-_NOT_ARGUMENTS = ("image_", "model_source", "dataset_source")
+_NOT_ARGUMENTS = ("image_", "model_source", "dataset_source", "logit_step")
 
 Settings = dict[str, Any]
 
@@ -122,6 +123,9 @@ class Suite:
             filled = {f.name: getattr(arguments, f.name) for f in fields(HeadArguments)}
             filled = {f.name: filled[f.name] for f in fields(HeadArguments) if filled[f.name] != f.default}
             run = sources | {name: getattr(arguments, name, value) for name, value in run.items()} | filled
+            if run.get("head_lr") == AUTO:
+                # What is measured follows from it: another δ is another run.
+                run["logit_step"] = LOGIT_STEP
             # What a method or an override pins does not vary with the grid.
             if run not in found:
                 found.append(run)
