@@ -135,7 +135,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             The heads' learning rate over the backbone's, in a parameter group of their own.
         head_lr (`float` or `"auto"`, *optional*):
             The heads' own peak learning rate, whatever `learning_rate` is; they share its schedule. `"auto"` measures
-            it in the first step: δ / E‖x‖₁ for Adam and its kin, with δ = 0.25 and x what the classifier multiplies,
+            it in the first step: δ / E‖x‖₁ for Adam and its kin, with δ = 0.5 and x what the classifier multiplies,
             so that a step moves its logits by at most about δ; see [`HeadRates`], for SGD too. Not together with
             `head_lr_multiplier`.
         head_warmup_steps (`int`, *optional*):
