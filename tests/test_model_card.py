@@ -303,6 +303,12 @@ class TestWriting:
         with pytest.raises(InputError):
             write_model_card(trainer)
 
+    @pytest.mark.parametrize("name", ["freeze_backbone", "freeze_statistics"])
+    def test_what_stood_still_is_told(self, tmp_path, name):
+        card = card_of(finished(tmp_path / "frozen", timm_resnet(), **{name: True}))
+        assert f"| `{name}` | True |" in card.text
+        assert f"`{name}`" not in card_of(finished(tmp_path / "free", timm_resnet())).text
+
     def test_one_process_writes(self, tmp_path, tiny_vit, monkeypatch):
         trainer = trainer_of(tmp_path, tiny_vit)
         monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)

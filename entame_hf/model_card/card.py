@@ -39,7 +39,7 @@ TASK = "image-classification"
 NOISE_SHARE = "energy/noise_share"
 LICENSE_KEYS = ("license", "license_name", "license_link")
 # Beside those that Trainer lists.
-HYPERPARAMETERS = ("weight_decay", "max_grad_norm", "bf16")
+HYPERPARAMETERS = ("weight_decay", "max_grad_norm", "bf16", "freeze_backbone", "freeze_statistics")
 
 
 def write_model_card(
@@ -171,7 +171,7 @@ def _about_training(trainer: Any) -> dict[str, Any]:
         examples = trainer._train_batch_size * args.world_size * args.gradient_accumulation_steps
         config, classes = trainer.entame_config(), adaptation["num_labels"]
         noise = noise_after_first_step(config, classes, args.learning_rate, examples)
-    more = {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name)}
+    more = {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name, False)}
     name = "head_lr_multiplier" if own.head_lr is None else "head_lr"
     more[name], more["head_warmup_steps"] = getattr(own, name), own.warmup_steps_of_head()
     first = {key: dict(zip(*series(history, key), strict=True)).get(1) for key in (NOISE_SHARE, BASE_NOISE_SHARE)}
