@@ -158,7 +158,7 @@ def test_a_part_that_is_not_there(read, arguments):
         ("paper", 7 * 4 * 6 * 24),
         ("modern", 5 * 4 * 6 * 3 * 6),
         ("offline", 3 * 3 * 8 * 24),
-        ("statistics", 3 * 3 * 4 * 24),
+        ("statistics", 3 * 3 * 5 * 12),
         ("smoke", 12),
         ("head_rate", 2 * 3 * 3 * 7 * 4),
         ("head_rate_frozen", 2 * 3 * 3 * 7 * 3),
