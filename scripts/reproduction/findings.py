@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from .runs import METHODS, Group, Run, name_of, natural
-from .statistics import LEAST_SEEDS, Comparison, holm, summary
-from .tables import SIGNIFICANT, Measure, compare, difference, early, final, p_value
+from .statistics import LEAST_SEEDS, Comparison, summary
+from .tables import AHEAD, BEHIND, UNDECIDED, Measure, compare, difference, early, final, p_value, sides
 
 MEASURES = {"over the first 10 steps": early, "at the end": final}
 UNTESTED = "no cell has three seeds of both"
@@ -90,13 +90,11 @@ def _standing(found: dict[str, Comparison], named: bool = True) -> str:
     """Count the cells where ENTAME is ahead, behind and neither, and name those where it is not ahead."""
     if not found:
         return UNTESTED
-    sides: dict[str, list[str]] = {"ahead": [], "behind": [], "not told apart": []}
-    for (cell, it), p in zip(found.items(), holm([it.p for it in found.values()]), strict=True):
-        side = "not told apart" if p >= SIGNIFICANT else "ahead" if it.difference > 0 else "behind"
-        sides[side].append(f"{cell} {difference(it)}")
-    ahead, *others = sides.items()
-    parts = [f"ahead in **{len(ahead[1])} of {len(found)}** cells"]
-    for side, cells in others:
+    by_side: dict[str, list[str]] = {AHEAD: [], BEHIND: [], UNDECIDED: []}
+    for (cell, it), side in zip(found.items(), sides([*found.values()]), strict=True):
+        by_side[side].append(f"{cell} {difference(it)}")
+    parts = [f"{AHEAD} in **{len(by_side.pop(AHEAD))} of {len(found)}** cells"]
+    for side, cells in by_side.items():
         parts.append(f"{side} in {len(cells)}" + (f" ({', '.join(cells)})" if named and cells else ""))
     return ", ".join(parts)
 

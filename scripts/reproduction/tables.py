@@ -24,6 +24,8 @@ CONVERGED = {"CIFAR10": "cifar10_acc", "CIFAR100": "cifar100_acc", "Caltech101":
 COLUMNS = {"base": "Base", "base_wu": "Base+WU", "mei": "MEI", "entame": "MEI+FN"}
 REFERENCES = ("base", "keep")
 SIGNIFICANT = 0.05
+# Where ENTAME is beside another method.
+AHEAD, BEHIND, UNDECIDED = "ahead", "behind", "not told apart"
 # What is compared of two runs, in percent; None where it was not measured.
 Measure = Callable[[Run], float | None]
 
@@ -84,16 +86,24 @@ def verdicts(group: Group, dataset: str, of: Measure) -> list[str]:
             comparison = compare(group, model, dataset, "entame", method, of)
             if comparison is not None and comparison.n >= LEAST_SEEDS:
                 found.append((method, model, comparison))
-    adjusted = holm([comparison.p for _, _, comparison in found])
-    said: dict[str, dict[str, list[str]]] = {"Above": {}, "Below": {}, "Not told apart from": {}}
-    for (method, model, comparison), p in zip(found, adjusted, strict=True):
-        side = "Not told apart from" if p >= SIGNIFICANT else "Below" if comparison.difference > 0 else "Above"
+    said: dict[str, dict[str, list[str]]] = {BEHIND: {}, AHEAD: {}, UNDECIDED: {}}
+    for (method, model, comparison), side in zip(found, sides([it for _, _, it in found]), strict=True):
         said[side].setdefault(name_of(method), []).append(f"{model} {difference(comparison)}")
+    others = {BEHIND: "Above ENTAME", AHEAD: "Below ENTAME", UNDECIDED: "Not told apart from ENTAME"}
     lines = []
     for side, methods in said.items() if found else ():
         text = "; ".join(f"**{name}** ({', '.join(cells)})" for name, cells in methods.items())
-        lines.append(f"{side} ENTAME: {text or 'none'}.")
+        lines.append(f"{others[side]}: {text or 'none'}.")
     return lines
+
+
+def sides(comparisons: Sequence[Comparison]) -> list[str]:
+    """Tell for each of several comparisons of ENTAME on which side it is, with Holm's correction over all of them."""
+    adjusted = holm([it.p for it in comparisons])
+    return [
+        UNDECIDED if p >= SIGNIFICANT else AHEAD if it.difference > 0 else BEHIND
+        for it, p in zip(comparisons, adjusted, strict=True)
+    ]
 
 
 def steps_table(group: Group) -> str:
