@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from .heads import base_model
 
@@ -32,9 +33,9 @@ class ClassificationLoss:
         """Compute the loss.
 
         Args:
-            outputs: the model's, with its logits (N, C) or a tuple of those of several heads, of which the first
+            outputs: the model's, with its logits (N, *, C) or a tuple of those of several heads, of which the first
                 counts.
-            labels (`torch.Tensor`): int64 (N,), or floating (N, C): a share of each class. -100 is left out.
+            labels (`torch.Tensor`): int64 (N, *), or floating (N, C): a share of each class. -100 is left out.
 
         Returns:
             `torch.Tensor`: a scalar, the mean over labels that count.
@@ -46,7 +47,8 @@ class ClassificationLoss:
             count: Any = len(labels)
             labels = labels.float()
         else:
-            labels = labels.flatten()
+            # Of each position, where there are several.
+            logits, labels = logits.flatten(0, -2), labels.flatten()
             count = (labels != IGNORED_LABEL).sum()
         total = cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.epsilon)
         return total / count
@@ -64,10 +66,12 @@ def are_shares(labels: Any, model: Any) -> bool:
 def are_classes(labels: Any, model: Any) -> bool:
     """Tell whether labels are one class an example, and the model one whose loss for them is cross-entropy.
 
-    transformers' models are; a forward of somebody else's may compute another loss.
+    transformers' models are, unless they were given a loss function; a forward of somebody else's may compute another
+    loss.
     """
     base = base_model(model)
-    known = type(base).forward.__module__.startswith("transformers.")
+    own = type(base).forward.__module__.startswith("transformers.")
+    known = own and base.loss_function is ForSequenceClassificationLoss
     indices = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 1
     return known and indices and _problem_type(base) in (None, "single_label_classification")
 

@@ -26,6 +26,11 @@ def test_without_weights_it_is_the_smoothers(smoothing):
     torch.testing.assert_close(ClassificationLoss(smoothing)(OUTPUTS, ignored), expected)
 
 
+def test_positions_have_a_label_each():
+    rows, labels = {"logits": LOGITS.view(3, 4, 5)}, torch.where(LABELS == 2, -100, LABELS).view(3, 4)
+    torch.testing.assert_close(ClassificationLoss(0.1)(rows, labels), LabelSmoother(epsilon=0.1)(rows, labels))
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_hard_labels_are_shares_of_one(smoothing):
     loss = ClassificationLoss(smoothing, WEIGHTS)
@@ -129,6 +134,11 @@ class TestLowPrecision:
         loss = self.first_loss(tmp_path, tiny_vit, label_smoothing_factor=smoothing)
         assert loss == pytest.approx(math.log(10), abs=1e-5)
 
-    def test_a_loss_of_the_models_own_stays(self, tmp_path, tiny_vit):
-        model = DoubledForImageClassification(tiny_vit.config).to(torch.bfloat16)
+    @pytest.mark.parametrize("given", [False, True], ids=["written", "given"])
+    def test_a_loss_of_the_models_own_stays(self, tmp_path, tiny_vit, given):
+        model = DoubledForImageClassification(tiny_vit.config)
+        if given:
+            model = tiny_vit
+            model.loss_function = lambda labels, logits, config: 2 * cross_entropy(logits, labels)
+        model.to(torch.bfloat16)
         assert self.first_loss(tmp_path, model) == pytest.approx(2 * math.log(10), rel=0.01)
