@@ -28,24 +28,31 @@ class EvaluatingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         # Of each batch here: the sum of its loss, labels that count, examples.
         self._sums: list[Tensor] = []
+        # Rows of a batch whose loss is what Trainer gathers next.
         self._rows: int | None = None
 
     # Trainer weighs the last batch's loss as a whole one, and the loss of fill-ups as one of their own.
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._sums, self._rows = [], None
+        # Metrics that evaluate something themselves have sums of their own.
+        batches: list[Tensor] = []
+        self._sums = batches
         gather, average = self.gather_function, self.args.average_tokens_across_devices
-        # Trainer repeats a loss for a whole batch, whatever the size of this one.
-        size = self.args.eval_batch_size
-        self.gather_function = lambda values: gather(_resize(values, size, self._rows or size))
+
+        def gather_rows(values: Any) -> Any:
+            # Trainer repeats a loss for a whole batch, whatever the size of this one.
+            rows, self._rows = self._rows, None
+            return gather(values if rows is None else values[:1].repeat(rows))
+
+        self.gather_function = gather_rows
         # Each process has a mean loss of its own, over the examples that are its own.
         self.args.average_tokens_across_devices = False
         try:
             output = super().evaluation_loop(*args, **kwargs)
         finally:
             self.gather_function, self.args.average_tokens_across_devices = gather, average
-        if not self._sums:
+        if not batches:
             return output
-        sums = self.accelerator.gather(torch.stack(self._sums))
+        sums = self.accelerator.gather(torch.stack(batches))
         loss, labels, examples = sums.cpu().double().sum(0).tolist()
         name, metrics = f"{kwargs.get('metric_key_prefix', 'eval')}_loss", output.metrics or {}
         # Where all labels count, Trainer's mean over examples is right by now.
@@ -58,7 +65,9 @@ class EvaluatingTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
-        rows = find_batch_size(inputs)
+        # Other inputs need not have a row an example.
+        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        rows = find_batch_size([main, inputs])
         if rows is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         own = self._own_rows(rows)
@@ -66,7 +75,7 @@ class EvaluatingTrainer(Trainer):
         used = max(own, 1)
         inputs, labels = _resize(inputs, rows, used), _resize(inputs.get("labels"), rows, own)
         loss, *predicted = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._rows = rows
+        self._rows = None if loss is None else rows
         self._sums.append(self._sum(loss, labels, own))
         logits, label_ids = (_resize(values, used, rows) for values in predicted)
         return loss, logits, label_ids

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import logging
 
 from .batches import to_device

@@ -1,0 +1,68 @@
+"""Evaluations of one process are Trainer's, but for a loss that is a mean over labels that count."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import RandomImages
+from torch.utils.data import default_collate
+from transformers import Trainer, TrainingArguments
+
+from entame_hf import EntameTrainer
+
+
+class Extra(torch.nn.Module):
+    """A classifier that is given more than images and labels."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(3 * 32 * 32, 10)
+
+    def forward(self, pixel_values, labels, extra=None):
+        logits = self.head(pixel_values.flatten(1))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def arguments(folder, **options):
+    return TrainingArguments(str(folder), use_cpu=True, report_to="none", disable_tqdm=True, **options)
+
+
+@pytest.mark.parametrize(
+    "extra", [["a", "b"], torch.tensor(0.5), torch.zeros(5, 2)], ids=["strings", "one-number", "other-rows"]
+)
+def test_inputs_need_not_have_a_row_an_example(tmp_path, extra):
+    """Whatever comes first."""
+    model, measured = Extra(), []
+
+    def measure(prediction):
+        measured.append(prediction)
+        return {}
+
+    losses = []
+    for kind in (Trainer, EntameTrainer):
+        trainer = kind(
+            model,
+            arguments(tmp_path, per_device_eval_batch_size=8, include_for_metrics=["inputs", "loss"]),
+            data_collator=lambda items: {"extra": extra, **default_collate(items)},
+            compute_metrics=measure,
+        )
+        losses.append(trainer.evaluate(RandomImages(22))["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0])
+    expected, given = measured
+    for name in ("predictions", "label_ids", "inputs", "losses"):
+        np.testing.assert_allclose(getattr(given, name), getattr(expected, name), rtol=1e-6)
+
+
+def test_metrics_may_evaluate_themselves(tmp_path, tiny_vit):
+    data = RandomImages(22)
+    data.labels[:5] = -100
+    trainer = EntameTrainer(tiny_vit, arguments(tmp_path, per_device_eval_batch_size=4))
+    expected = trainer.evaluate(data)["eval_loss"]
+
+    def measure(prediction):
+        trainer.compute_metrics = None
+        return trainer.evaluate(RandomImages(8, seed=1), metric_key_prefix="other")
+
+    trainer.compute_metrics = measure
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(expected, rel=1e-7)
