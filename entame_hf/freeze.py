@@ -75,16 +75,19 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    still = list(modules)
-    for module in still:
+    # Some may stand still already, by a context around this one or by their owner's means.
+    before = {module: vars(module).get("train") for module in modules}
+    for module in before:
         module.eval()
         # Whoever trains calls model.train() before every step. A partial survives copies and pickles.
         vars(module)["train"] = partial(_stay, module)
     try:
         yield
     finally:
-        for module in still:
+        for module, train in before.items():
             del vars(module)["train"]
+            if train is not None:
+                vars(module)["train"] = train
 
 
 def _without_heads(module: nn.Module, heads: set[nn.Module]) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, apply_entame, find_heads
-from entame_hf.freeze import frozen_backbone
+from entame_hf.freeze import frozen_backbone, frozen_statistics
 
 
 def digest(model, leaf):
@@ -112,3 +112,20 @@ def test_clones_of_a_frozen_model_are_frozen_on_their_own(clone):
     assert model.bn1.training
     assert not cloned.bn1.training
     assert cloned.fc.training
+
+
+@pytest.mark.parametrize("inner", ["freeze_backbone", "freeze_statistics"])
+def test_what_stood_still_before_a_training_does_so_afterwards(tmp_path, inner):
+    trainer = EntameTrainer(
+        timm.create_model("test_resnet", num_classes=10),
+        arguments(tmp_path, **{inner: True}),
+        train_dataset=RandomImages(48),
+    )
+    model = trainer.model
+    layers = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+    with frozen_statistics(model):
+        trainer.train()
+        model.train()
+        assert not any(layer.training for layer in layers)
+    model.train()
+    assert all(layer.training for layer in layers)
