@@ -136,6 +136,8 @@ class HeadRates(TrainerCallback):
         own, base_rate = self.trainer.head_args, self.trainer.args.learning_rate
         peak = own.peak_head_lr(base_rate)
         self._sums = None
+        # A step that was cut off has left some.
+        self._read_before.clear()
         if peak is None:
             return
         heads = self.trainer.heads()
