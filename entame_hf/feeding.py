@@ -13,7 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from .batches import BatchDataset, batch_loader
 from .loss import ClassificationLoss, are_classes, are_shares
-from .sharding import count_stream, share_evenly
+from .sharding import count_stream, share_evenly, share_order
 
 
 class FeedingTrainer(Trainer):
@@ -84,6 +84,7 @@ class FeedingTrainer(Trainer):
             finally:
                 self.args.dataloader_drop_last = asked
         if is_training:
+            share_order(loader, self.args.seed if self.args.data_seed is None else self.args.data_seed)
             self.parts_differ = share_evenly(loader)
         else:
             count_stream(loader)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+import torch
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
 from torch.utils.data import BatchSampler, DataLoader
 
 from .errors import InputError
@@ -60,6 +61,24 @@ class GlobalBatchSampler(BatchSampler):
     def __len__(self) -> int:
         whole, rest = divmod(len(self.sampler), self.batch_size * self.num_processes)  # type: ignore[arg-type]
         return whole + (rest >= self.num_processes)
+
+
+def share_order(loader: DataLoader, seed: int) -> None:
+    """Let a sampler draw the same order in all processes, whatever random numbers each of them has.
+
+    accelerate takes torch's seed for it, and samplers that it does not know draw from what is everybody's.
+
+    Args:
+        loader (`torch.utils.data.DataLoader`): of a training, prepared by accelerate; those of streams stay as they
+            are, and so do samplers with a generator of their own.
+        seed (`int`): the same in every process.
+    """
+    shard = loader.batch_sampler
+    sampler: Any = getattr(shard.batch_sampler, "sampler", None) if isinstance(shard, BatchSamplerShard) else None
+    if isinstance(sampler, SeedableRandomSampler):
+        sampler.initial_seed = seed
+    elif getattr(sampler, "generator", "none") is None:
+        sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def share_evenly(loader: DataLoader) -> bool:

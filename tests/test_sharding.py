@@ -3,11 +3,20 @@
 from itertools import chain
 
 import pytest
+import torch
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from entame_hf.errors import InputError
-from entame_hf.sharding import GlobalBatchSampler, count_stream, share_evenly
+from entame_hf.sharding import GlobalBatchSampler, count_stream, share_evenly, share_order
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
@@ -39,6 +48,33 @@ def test_an_epoch_has_each_example_once():
         assert len(prepared) == 2
         batches.append([batch.tolist() for batch in prepared])
     assert batches == [[[0, 1, 2, 3], [12, 13]], [[4, 5, 6, 7], [14, 15, 16, 17]], [[8, 9, 10, 11], [18, 19, 20, 21]]]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: RandomSampler(range(24)),
+        lambda: WeightedRandomSampler(torch.ones(24), 24, replacement=False),
+        lambda: LengthGroupedSampler(4, lengths=[*range(24)]),
+    ],
+    ids=["random", "weighted", "by-length"],
+)
+def test_the_order_is_one_whatever_random_numbers_a_process_has(sampler):
+    prepared = []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        made = DataLoader(range(24), 4, sampler=sampler())
+        prepared.append(prepare_data_loader(made, num_processes=3, process_index=rank, use_seedable_sampler=True))
+        share_order(prepared[-1], 0)
+    orders = []
+    for _ in range(2):
+        rows = []
+        for rank, part in enumerate(prepared):
+            torch.manual_seed(rank)
+            rows += [torch.cat([*part])]
+        orders.append(torch.cat(rows).tolist())
+        assert sorted(orders[-1]) == [*range(24)]
+    assert orders[0] != orders[1]
 
 
 def test_whole_batches_and_those_of_others_stay_as_they_are():
