@@ -92,8 +92,10 @@ class EvaluatingTrainer(Trainer):
         counted = whole
         if isinstance(labels, Tensor) and not labels.is_floating_point():
             counted = (labels != IGNORED_LABEL).sum().to(whole)
-        # The mean over no label is not a number.
-        total = torch.zeros_like(whole) if loss is None else torch.where(counted > 0, loss.to(whole) * counted, 0.0)
+        total = torch.zeros_like(whole) if loss is None else loss.to(whole) * counted
+        # The mean over no label is not a number; others that are none Trainer leaves out where it is told to.
+        counts = total.isfinite() if self.args.logging_nan_inf_filter else counted > 0
+        total, counted = torch.where(counts, total, 0.0), torch.where(counts, counted, 0.0)
         return torch.stack([total, counted, whole])
 
 

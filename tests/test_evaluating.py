@@ -1,5 +1,7 @@
 """Evaluations of one process are Trainer's, but for a loss that is a mean over labels that count."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -66,3 +68,15 @@ def test_metrics_may_evaluate_themselves(tmp_path, tiny_vit):
 
     trainer.compute_metrics = measure
     assert trainer.evaluate(data)["eval_loss"] == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+@pytest.mark.parametrize("ignored", [0, 5])
+def test_losses_that_are_no_numbers_are_left_out_where_trainer_does_so(tmp_path, tiny_vit, left_out, ignored):
+    data = RandomImages(24)
+    data.labels[:ignored] = -100
+    data.images[-1] = math.inf
+    args = arguments(tmp_path, per_device_eval_batch_size=8, logging_nan_inf_filter=left_out)
+    loss = EntameTrainer(tiny_vit, args).evaluate(data)["eval_loss"]
+    expected = tiny_vit(data.images[:16], labels=data.labels[:16]).loss.item()
+    assert loss == pytest.approx(expected if left_out else math.nan, rel=1e-5, nan_ok=True)
