@@ -46,7 +46,7 @@ class FeedingTrainer(Trainer):
     # Trainer counts the parameters anew in each step, for which it walks through all modules twice.
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        size = 0 if main is None else main.numel()
+        size = main.numel() if isinstance(main, Tensor) else 0
         if size not in self._operations:
             self._operations[size] = super().floating_point_ops(inputs)
         return self._operations[size]

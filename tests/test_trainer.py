@@ -5,7 +5,7 @@ import pytest
 import timm
 import torch
 from conftest import OutOfMemoryTrainer, RandomImages, search_learning_rate
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from entame_hf import (
     EntameConfig,
@@ -90,6 +90,25 @@ class TestDropIn:
         ours.train()
         assert ours.state.total_flos == plain.state.total_flos > 0
         assert len(counted) == 2
+
+    def test_models_may_take_what_is_no_tensor(self, tmp_path):
+        class Classifier(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = torch.nn.Linear(3 * 32 * 32, 10)
+
+            def forward(self, input_ids, pixel_values, labels):
+                logits = self.head(pixel_values.flatten(1))
+                return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+        trainer = EntameTrainer(
+            Classifier(),
+            arguments(tmp_path, max_steps=1),
+            train_dataset=RandomImages(16),
+            data_collator=lambda items: {"input_ids": ["a photo"] * len(items), **default_data_collator(items)},
+            entame=EntameConfig(head="head"),
+        )
+        assert trainer.train().training_loss == pytest.approx(math.log(10), abs=1e-3)
 
     def test_arguments_have_the_papers_defaults(self, tmp_path):
         args = EntameTrainingArguments(str(tmp_path))
