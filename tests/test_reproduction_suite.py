@@ -100,6 +100,13 @@ def test_a_rate_that_is_measured_is_another_run_with_another_delta(read, monkeyp
     assert run_arguments(suite.cells()[0].settings).head_lr == "auto"
 
 
+def test_a_recipe_is_what_it_fills_in(read):
+    settings = read(methods={"recommended": {"recipe": "recommended"}}).cells()[0].settings
+    arguments = run_arguments(settings)
+    assert (arguments.entame_method, arguments.head_lr) == (settings["entame_method"], settings["head_lr"])
+    assert settings["head_lr"] == "auto"
+
+
 def test_methods_may_be_named_only(read):
     cells = read(methods=["base_wu", "mei"]).cells()
     assert {(cell.method, cell.settings["entame_method"]) for cell in cells} == {("base_wu",) * 2, ("mei",) * 2}

@@ -120,8 +120,8 @@ class Suite:
             except InputError as error:
                 raise InputError(f"{self.name}: {model}, {dataset}, {method}: {error}") from error
             # As they will be used: 1e-4, which YAML takes for a text, is the number, and a recipe is what it fills in.
-            filled = {f.name: getattr(arguments, f.name) for f in fields(HeadArguments)}
-            filled = {f.name: filled[f.name] for f in fields(HeadArguments) if filled[f.name] != f.default}
+            given = [f for f in fields(HeadArguments) if f.init and getattr(arguments, f.name) != f.default]
+            filled = {f.name: getattr(arguments, f.name) for f in given}
             run = sources | {name: getattr(arguments, name, value) for name, value in run.items()} | filled
             if run.get("head_lr") == AUTO:
                 # What is measured follows from it: another δ is another run.
