@@ -50,7 +50,8 @@ def same_on_all(find: Callable[[], str]) -> str:
     except InputError as error:
         reason = str(error)
     # Alone, gathering gives back what it was given.
-    answers = gather_object([(Path(found).name, reason)])
+    # The folder that a process is in is known as "." there.
+    answers = gather_object([(Path(found).absolute().name if reason is None else "", reason)])
     first = next((rank for rank, (name, _) in enumerate(answers) if name), None)
     if first is None:
         raise InputError(reason)

@@ -37,6 +37,11 @@ def test_all_hosts_go_on_from_the_same_checkpoint(others):
     assert hosts.same_on_all(lambda: "here/checkpoint-4") == "here/checkpoint-4"
 
 
+def test_the_folder_that_one_is_in_is_a_checkpoint_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hosts.same_on_all(lambda: ".") == "."
+
+
 @pytest.mark.parametrize(
     ("mine", "other", "message"),
     [
