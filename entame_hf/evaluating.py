@@ -35,7 +35,7 @@ class EvaluatingTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         # Metrics that evaluate something themselves have sums of their own.
         batches: list[Tensor] = []
-        self._sums = batches
+        self._sums, self._rows = batches, None
         gather, average = self.gather_function, self.args.average_tokens_across_devices
 
         def gather_rows(values: Any) -> Any:
