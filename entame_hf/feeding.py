@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .batches import BatchDataset, batch_loader
-from .loss import ClassificationLoss, are_classes, are_shares
+from .loss import ClassificationLoss, are_classes, are_shares, check_one_class
 from .sharding import count_stream, share_evenly, share_order
 
 
@@ -22,6 +22,9 @@ class FeedingTrainer(Trainer):
     Args:
         args, kwargs: what [`Trainer`] takes.
         class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts in the loss; 1 each by default.
+
+    Raises:
+        InputError: classes are weighed, and the model's images have several labels each.
     """
 
     args: Any
@@ -33,6 +36,8 @@ class FeedingTrainer(Trainer):
         self._batch_maker: Any = None
         self._operations: dict[int, int] = {}
         self.parts_differ = False
+        if class_weights is not None:
+            check_one_class(self.model)
         if class_weights is not None or self.label_smoother is not None:
             # Trainer's own takes the logarithm in the dtype of the logits.
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
+from .errors import InputError
 from .heads import base_model
 
 # What cross-entropy leaves out, in torch and so in transformers.
@@ -74,6 +75,19 @@ def are_classes(labels: Any, model: Any) -> bool:
     known = own and base.loss_function is ForSequenceClassificationLoss
     indices = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 1
     return known and indices and _problem_type(base) in (None, "single_label_classification")
+
+
+def check_one_class(model: Any) -> None:
+    """Make sure that a model's images have one class each, or shares of classes, as our loss is about.
+
+    Raises:
+        InputError: its `config.problem_type` says that they have several labels.
+    """
+    if _problem_type(model) == "multi_label_classification":
+        raise InputError(
+            "class_weights are about images of one class, and this model's problem_type is "
+            "multi_label_classification. Leave them out, or give compute_loss_func."
+        )
 
 
 def _problem_type(model: Any) -> str | None:

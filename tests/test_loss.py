@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from transformers import ViTForImageClassification
 from transformers.trainer_pt_utils import LabelSmoother
 
-from entame_hf import EntameTrainer, EntameTrainingArguments
+from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
 from entame_hf.loss import ClassificationLoss, are_shares, balanced_class_weights
 
 torch.manual_seed(0)
@@ -105,6 +105,12 @@ def test_class_weights_reach_the_loss_whatever_the_accumulation(tiny_vit, tmp_pa
         changes.append(torch.cat([(p.detach() - before[n]).flatten() for n, p in tiny_vit.named_parameters()]))
     for change in changes[1:]:
         torch.testing.assert_close(change, changes[0], rtol=1e-3, atol=1e-5)
+
+
+def test_class_weights_are_not_for_several_labels_an_image(tiny_vit, tmp_path):
+    tiny_vit.config.problem_type = "multi_label_classification"
+    with pytest.raises(InputError, match="give compute_loss_func"):
+        step(tiny_vit, RandomImages(20), tmp_path, class_weights=torch.ones(10))
 
 
 class DoubledForImageClassification(ViTForImageClassification):
