@@ -200,7 +200,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             given = getattr(self, name) is not None or (name == "head_lr" and self.head_lr_multiplier != 1)
             if not given:
                 setattr(self, name, value)
-                self.recipes_method = self.entame_method if name == "entame_method" else self.recipes_method
+                if name == "entame_method":
+                    self.recipes_method = value
 
     def _check_head_lr(self) -> None:
         if self.head_lr is None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .head_rates import by_base, by_rate, head_rate, in_order, middle, name_in_curves
+from .head_rates import by_base, by_rate, in_order, middle, name_in_curves
 from .runs import Group, Run, short
 from .statistics import Values
 from .tables import MISSING, final, markdown, mean
@@ -83,8 +83,8 @@ def _settings(groups: Sequence[Group]) -> list[Setting]:
 
 
 def _unit(runs: Sequence[Run], method: str) -> float:
-    measured = [run for run in runs if run.head_lr is not None and name_in_curves(run) == method]
-    return middle(head_rate(run) / run.logit_step for run in measured)
+    measured = [run for run in runs if name_in_curves(run) == method]
+    return middle(run.head_lr / run.logit_step for run in measured if run.head_lr is not None)
 
 
 def _costs(settings: Sequence[Setting]) -> list[str]:

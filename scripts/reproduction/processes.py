@@ -53,7 +53,7 @@ class Place:
             if taken <= len(parts[part]):
                 yield parts[part][taken - 1]
                 continue
-            left = [len(part) - self.store.add(f"taken/{rank}", 0) for rank, part in enumerate(parts)]
+            left = [len(others) - self.store.add(f"taken/{rank}", 0) for rank, others in enumerate(parts)]
             if max(left) <= 0:
                 return
             part = left.index(max(left))
