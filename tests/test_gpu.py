@@ -8,7 +8,6 @@ import timm
 import torch
 import torch.distributed as dist
 from conftest import RandomImages, WaitCounter
-from reproduction.peers import RunArguments, RunTrainer
 from reproduction.source_task import CLASSES, SourceTask
 from test_batches import folder as photos  # noqa: F401
 from test_batches import images
@@ -18,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame, inspect_head
 from entame_hf.batches import batch_loader
 from entame_hf.layers import ZNorm
-from entame_hf.models import as_transformers
 from entame_hf.znorm import batch_statistics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -267,29 +265,3 @@ def test_a_measured_head_rate(tmp_path, precision, optimizer):
     base, head = trainer.optimizer.param_groups[0], trainer.optimizer.param_groups[-1]
     assert head["initial_lr"] == measured_rates[0]
     assert head["lr"] * base["initial_lr"] == pytest.approx(base["lr"] * head["initial_lr"])
-
-
-@pytest.mark.parametrize("freeze_statistics", [False, True])
-def test_a_replayed_backbone_learns_as_one_that_is_not(tmp_path, freeze_statistics):
-    def train(cuda_graphs):
-        torch.manual_seed(0)
-        options = {"freeze_statistics": freeze_statistics, "cuda_graphs": cuda_graphs, "learning_rate": 0.1}
-        args = RunArguments(
-            str(tmp_path), max_steps=5, per_device_train_batch_size=16, logging_steps=1, optim="sgd",
-            entame_method="keep", save_strategy="no", report_to="none", disable_tqdm=True, eval_strategy="steps",
-            eval_steps=2, **options,
-        )  # fmt: skip
-        model = as_transformers(timm.create_model("test_efficientnet", num_classes=10))
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        data = RandomImages(80)
-        trainer = RunTrainer(model, args, train_dataset=data, eval_dataset=RandomImages(24, seed=1))
-        trainer.train()
-        assert ("forward_features" in vars(model.timm_model)) == cuda_graphs
-        moved = [name for name, buffer in model.named_buffers() if not torch.equal(buffer.cpu(), before[name])]
-        assert bool(moved) != freeze_statistics
-        return model.state_dict(), [entry.get("loss", entry.get("eval_loss")) for entry in trainer.state.log_history]
-
-    (weights, losses), (replayed, others) = train(False), train(True)
-    assert losses[:-1] == pytest.approx(others[:-1], abs=1e-3)
-    for name, values in weights.items():
-        torch.testing.assert_close(replayed[name], values, rtol=1e-3, atol=1e-3)

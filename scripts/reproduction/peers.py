@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
@@ -17,8 +16,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.freeze import frozen_parameters
 from entame_hf.heads import find_heads
-
-from .graphs import replay_features
 
 # What fastai trains even where the rest stands still.
 _NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm)
@@ -40,10 +37,6 @@ class RunArguments(EntameTrainingArguments):
         default=None, metadata={"help": "lp_ft: learning rate of its first phase; by default the second's."}
     )
     decay_steps: int = field(default=1, metadata={"help": "head_decay: steps until the head is as slow as the rest."})
-    cuda_graphs: bool = field(
-        default=False,
-        metadata={"help": "On a GPU, replay the backbone as a CUDA graph; not in two phases, which differ."},
-    )
     zero_head: bool = field(default=False, metadata={"help": "Set the head to zero before it is kept."})
     max_grad_norm: float = field(default=0.0, metadata={"help": "Clip gradients to this; 0 is off, as in the paper."})
     dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether a smaller last batch is left out."})
@@ -62,18 +55,6 @@ class RunArguments(EntameTrainingArguments):
 class RunTrainer(EntameTrainer):
     """An [`EntameTrainer`] without what costs each step and is only reported."""
 
-    # Whether the same parameters learn from the first step to the last.
-    one_phase = True
-
-    # The model is as it will be trained, and no batch is on its way yet, which would disturb a capture.
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        optimizer = super().create_optimizer(model)
-        if self.args.cuda_graphs and self.args.device.type == "cuda" and self.one_phase:
-            dataset: Any = self.train_dataset
-            batch = torch.Size([self.args.train_batch_size, *dataset[0]["pixel_values"].shape])
-            replay_features(self.model.train(), batch, self.args.bf16)
-        return optimizer
-
     # Where gradients are not clipped, their norm is taken for the log alone, which nobody reads.
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return grad_norm
@@ -85,7 +66,6 @@ class TwoPhaseTrainer(RunTrainer):
     With the second phase, a new schedule and an optimizer without memory begin, as if it was a training of its own.
     """
 
-    one_phase = False
     optimizer: Any
     lr_scheduler: Any
 
