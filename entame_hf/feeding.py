@@ -114,8 +114,8 @@ class FeedingTrainer(Trainer):
             self._batch_maker.set_epoch(int(self.state.epoch or 0))
         return super().get_batch_samples(*args, **kwargs)
 
-    # Models take shares of classes for several labels an image. DeepSpeed computes their loss in bfloat16, and FSDP2
-    # rounds it to that, in which ln 10 is 2.297.
+    # Models take shares of classes for several labels an image. Mixed precision rounds the logits of their own loss,
+    # or, on GPUs, where autocast leaves cross-entropy in its input's, its logarithms: in bfloat16, ln 10 is 2.297.
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
@@ -123,7 +123,9 @@ class FeedingTrainer(Trainer):
         if are_shares(labels, self.model) and not isinstance(self.label_smoother, ClassificationLoss):
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor)
         loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
-        if self.compute_loss_func is None and loss.dtype.itemsize < 4 and are_classes(labels, self.model):
+        rounded = loss.dtype.itemsize < 4 or self.accelerator.mixed_precision != "no"
+        own = self.compute_loss_func is None and self.label_smoother is None
+        if rounded and own and are_classes(labels, self.model):
             loss = ClassificationLoss()(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from .config import EntameConfig, Method
@@ -183,6 +185,11 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        # With DeepSpeed, Trainer refuses the precision that a launcher asked for where the arguments do not name it.
+        launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        unnamed = launched in ("bf16", "fp16") and not (self.bf16 or self.fp16)
+        if unnamed and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            setattr(self, launched, True)
         super().__post_init__()
         self._follow_recipe()
         self.entame_config()

@@ -1,11 +1,12 @@
 """The loss is torch's cross-entropy where torch has it, and a mean over examples everywhere."""
 
+import copy
 import math
 
 import pytest
 import torch
 from conftest import RandomImages
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy, log_softmax, nll_loss, one_hot
 from transformers import ViTForImageClassification
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -139,6 +140,25 @@ class TestLowPrecision:
             tiny_vit.to(torch.bfloat16)
         loss = self.first_loss(tmp_path, tiny_vit, label_smoothing_factor=smoothing)
         assert loss == pytest.approx(math.log(10), abs=1e-5)
+
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    def test_autocast_that_rounds_logarithms(self, tmp_path, tiny_vit, monkeypatch, smoothing):
+        """As on GPUs, where it leaves log_softmax in the precision of the logits."""
+
+        def rounded(logits, target, *_, **__):
+            return nll_loss(log_softmax(logits.bfloat16(), -1).float(), target)
+
+        # By its name in torch, as transformers calls it.
+        monkeypatch.setattr(torch.nn.functional, "cross_entropy", rounded)
+        loss = self.first_loss(tmp_path, tiny_vit, bf16=True, label_smoothing_factor=smoothing)
+        assert loss == pytest.approx(math.log(10), abs=1e-5)
+
+    def test_smoothed_labels_stay_so(self, tmp_path, tiny_vit):
+        options = {"label_smoothing_factor": 0.5, "entame_method": "base"}
+        losses = [self.first_loss(tmp_path, copy.deepcopy(tiny_vit), bf16=bf16, **options) for bf16 in (False, True)]
+        assert losses[1] == pytest.approx(losses[0], rel=0.01)
+        unsmoothed = self.first_loss(tmp_path, copy.deepcopy(tiny_vit), bf16=True, entame_method="base")
+        assert abs(unsmoothed - losses[0]) > 0.03 * losses[0]
 
     @pytest.mark.parametrize("given", [False, True], ids=["written", "given"])
     def test_a_loss_of_the_models_own_stays(self, tmp_path, tiny_vit, given):

@@ -133,6 +133,17 @@ class TestDropIn:
             EntameTrainingArguments(str(tmp_path), **change)
 
 
+@pytest.mark.parametrize("given", [{}, {"fp16": True}], ids=["unnamed", "named"])
+def test_deepspeed_has_the_precision_that_its_launcher_asked_for(tmp_path, monkeypatch, given):
+    # Where it is installed, what follows would set it up.
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert not EntameTrainingArguments(str(tmp_path)).bf16
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    args = EntameTrainingArguments(str(tmp_path), **given)
+    assert (args.bf16, args.fp16) == ((False, True) if given else (True, False))
+
+
 class TestHead:
     def drawn(self, folder, model, **changes):
         """Train without a learning rate, so that the head stays as it was drawn."""
