@@ -17,7 +17,7 @@ AUTO = "auto"
 # What a recipe fills in where the arguments leave it open.
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {},
-    "recommended": {"entame_method": "mei", "head_lr": AUTO},
+    "recommended": {"entame_method": "entame", "head_lr": AUTO, "freeze_statistics": True},
 }
 
 
@@ -67,10 +67,14 @@ class HeadArguments:
     freeze_backbone: bool = field(
         default=False, metadata={"help": "Train the heads alone, on features that stand still: linear probing."}
     )
-    freeze_statistics: bool = field(
-        default=False,
+    freeze_statistics: bool | None = field(
+        default=None,
         metadata={
-            "help": "Batch normalisation keeps the running statistics it came with and normalises by them in training."
+            "help": "Batch normalisation keeps the running statistics that it came with, and normalises by them in "
+            "training.",
+            # An option without a value, as those that are False by default are.
+            "nargs": "?",
+            "const": True,
         },
     )
     energy_logging_steps: int = field(
@@ -121,9 +125,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
 
     Args:
         recipe (`str`, *optional*, defaults to `"paper"`):
-            `"recommended"` is a maximum-entropy head with a measured learning rate, `entame_method="mei"` and
-            `head_lr="auto"`, where neither is given. `"paper"` fills in nothing. What [`apply_entame`] was given goes
-            before a recipe's method.
+            `"recommended"` is ENTAME with a measured learning rate of the head on running statistics that stand still:
+            `entame_method="entame"`, `head_lr="auto"` and `freeze_statistics=True`, each where it is not given.
+            `"paper"` fills in nothing. What [`apply_entame`] was given goes before a recipe's method.
         entame_method (`str`, *optional*):
             `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`]. Defaults
             to what [`apply_entame`] was given, and to `"entame"` where it was not called.
@@ -145,9 +149,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         freeze_backbone (`bool`, *optional*, defaults to `False`):
             Linear probing, the paper's feature extraction: the heads alone learn, and the backbone's parameters and
             running statistics stand still.
-        freeze_statistics (`bool`, *optional*, defaults to `False`):
-            The backbone's batch normalisation keeps the running statistics that it came with, and normalises by them
-            in training as in evaluation; its weights learn. See [`frozen_statistics`].
+        freeze_statistics (`bool`, *optional*):
+            Whether the backbone's batch normalisation keeps the running statistics that it came with, and normalises
+            by them in training as in evaluation; its weights learn. See [`frozen_statistics`]. By default it does not.
         energy_logging_steps (`int`, *optional*, defaults to 20):
             Measure and log the error of so many first steps, see [`EnergyRecorder`], and then of the steps whose loss
             is logged; 0 turns it off.

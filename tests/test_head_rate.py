@@ -27,6 +27,7 @@ from entame_hf import (
     head_learning_rate,
 )
 from entame_hf.checkpoint import saved_record
+from entame_hf.cli import OptionParser
 from entame_hf.distributed import check_sharding
 from entame_hf.head_rate import LOGIT_STEP, MARK, feature_norms
 from entame_hf.patch import applied_config
@@ -547,24 +548,35 @@ class TestRecipe:
         args = EntameTrainingArguments(
             str(tmp_path), recipe="recommended", max_steps=1, report_to="none", use_cpu=True
         )
-        assert args.entame_config() == EntameConfig.for_method("mei")
+        assert args.entame_config() == EntameConfig.for_method("entame")
+        assert args.freeze_statistics is True
         assert len(logged(train(tiny_vit, args))) == 1
 
     @pytest.mark.parametrize(
         ("given", "expected"),
         [
-            ({"entame_method": "entame"}, ("entame", "auto", 1)),
-            ({"head_lr": 1e-3}, ("mei", 1e-3, 1)),
-            ({"head_lr_multiplier": 10.0}, ("mei", None, 10)),
+            ({"entame_method": "mei"}, ("mei", "auto", 1, True)),
+            ({"head_lr": 1e-3}, ("entame", 1e-3, 1, True)),
+            ({"head_lr_multiplier": 10.0}, ("entame", None, 10, True)),
+            ({"freeze_statistics": False}, ("entame", "auto", 1, False)),
         ],
-        ids=["method", "rate", "ratio"],
+        ids=["method", "rate", "ratio", "statistics"],
     )
     def test_what_is_given_goes_before_it(self, tmp_path, given, expected):
         args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given)
-        assert (args.entame_method, args.head_lr, args.head_lr_multiplier) == expected
+        assert (args.entame_method, args.head_lr, args.head_lr_multiplier, args.freeze_statistics) == expected
+
+    @pytest.mark.parametrize(
+        ("typed", "expected"),
+        [([], None), (["--freeze_statistics"], True), (["--freeze_statistics", "False"], False)],
+        ids=["left-out", "named", "refused"],
+    )
+    def test_what_is_typed_of_statistics(self, typed, expected):
+        (args,) = OptionParser([HeadArguments], "").parse(typed)
+        assert args.freeze_statistics is expected
 
     def test_what_apply_entame_was_given_goes_before_it(self, tmp_path, tiny_vit):
-        applied = EntameConfig(phi_w=1e-8)
+        applied = EntameConfig(phi_w=1e-8, feature_norm=False)
         args = EntameTrainingArguments(
             str(tmp_path), recipe="recommended", max_steps=1, report_to="none", use_cpu=True
         )
@@ -572,15 +584,15 @@ class TestRecipe:
         assert applied_config(tiny_vit) == trainer.entame_config() == applied
         assert len(logged(trainer)) == 1
         trainer.save_model()
-        assert saved_record(tmp_path)["method"] == "entame"
+        assert saved_record(tmp_path)["method"] == "mei"
 
-    @pytest.mark.parametrize("given", [{"entame_method": "mei"}, {"phi_w": 1e-10}], ids=["method", "variance"])
+    @pytest.mark.parametrize("given", [{"entame_method": "entame"}, {"phi_w": 1e-10}], ids=["method", "variance"])
     def test_nothing_else_goes_before_apply_entame_without_a_word(self, tmp_path, tiny_vit, given, caplog):
         common = {"max_steps": 1, "report_to": "none", "use_cpu": True}
         args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given, **common)
-        train(apply_entame(tiny_vit, EntameConfig(phi_w=1e-8)), args)
+        train(apply_entame(tiny_vit, EntameConfig(phi_w=1e-8, feature_norm=False)), args)
         assert applied_config(tiny_vit) == args.entame_config()
-        assert "The heads were treated with EntameConfig(init='mei', feature_norm=True, phi_w=1e-08" in caplog.text
+        assert "The heads were treated with EntameConfig(init='mei', feature_norm=False, phi_w=1e-08" in caplog.text
 
     def test_an_unknown_one_is_refused_with_what_is_allowed(self, tmp_path):
         with pytest.raises(ValueError, match="'best' is unknown: use one of paper, recommended"):

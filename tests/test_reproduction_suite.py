@@ -103,8 +103,9 @@ def test_a_rate_that_is_measured_is_another_run_with_another_delta(read, monkeyp
 def test_a_recipe_is_what_it_fills_in(read):
     settings = read(methods={"recommended": {"recipe": "recommended"}}).cells()[0].settings
     arguments = run_arguments(settings)
-    assert (arguments.entame_method, arguments.head_lr) == (settings["entame_method"], settings["head_lr"])
-    assert settings["head_lr"] == "auto"
+    filled = ("entame_method", "head_lr", "freeze_statistics")
+    assert [getattr(arguments, name) for name in filled] == [settings[name] for name in filled]
+    assert [settings[name] for name in filled] == ["entame", "auto", True]
 
 
 def test_methods_may_be_named_only(read):
