@@ -65,6 +65,8 @@ def pretrain(options: argparse.Namespace) -> EntameTrainer:
         report_to="none",
         disable_tqdm=True,
     )
+    # Sizes stay the same: cuDNN may try its kernels instead of guessing which is fast.
+    torch.backends.cudnn.benchmark = True
     set_seed(options.seed)
     trainer = EntameTrainer(
         source_model(options.model),
