@@ -8,14 +8,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.utils import logging
 
 from .config import EntameConfig
@@ -97,6 +101,25 @@ def is_sharded(module: nn.Module) -> bool:
     return is_partitioned(module) or any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
+@contextmanager
+def whole_models(args: TrainingArguments) -> Iterator[None]:
+    """Let transformers load models whole while this context lasts, though the arguments ask for ZeRO-3.
+
+    It would partition them as soon as those arguments exist, and then refuse a head for another number of classes.
+    DeepSpeed takes whole models apart when the training begins.
+    """
+    plugin = args.deepspeed_plugin
+    if plugin is None:
+        yield
+        return
+    config = getattr(args, "hf_deepspeed_config", None) or plugin.dschf
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
+
+
 def reshard(model: nn.Module) -> None:
     """Let go of the parameters that FSDP2 put together for a forward: what is written to them would be lost."""
     for module in model.modules():
@@ -129,6 +152,30 @@ def whole(leaf: nn.Module) -> Iterator[None]:
         # FSDP2 goes on with the same objects.
         for name, part in parts.items():
             setattr(leaf, name, part)
+
+
+def normalise_in_float32(model: nn.Module) -> None:
+    """Let batch normalisation compute with its weights in float32, as its running statistics are.
+
+    DeepSpeed casts parameters to half precision and leaves buffers as they are, which torch does not take together.
+    """
+    for module in model.modules():
+        kind: Any = type(module)
+        if issubclass(kind, _BatchNorm) and not hasattr(kind, "in_float32"):
+            module.__class__ = _in_float32(kind)
+
+
+@cache
+def _in_float32(kind: Any) -> Any:
+    def forward(self: nn.Module, *inputs: Tensor) -> Tensor:
+        own = self.__dict__["_parameters"]
+        self.__dict__["_parameters"] = {name: p if p is None else p.float() for name, p in own.items()}
+        try:
+            return kind.forward(self, *inputs)
+        finally:
+            self.__dict__["_parameters"] = own
+
+    return type(kind.__name__, (kind,), {"forward": forward, "in_float32": True, "__module__": kind.__module__})
 
 
 def check_sharding(

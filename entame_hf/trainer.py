@@ -25,7 +25,7 @@ from .checkpoint import (
     shareable_config,
 )
 from .config import EntameConfig
-from .distributed import check_processes, check_sharding
+from .distributed import check_processes, check_sharding, normalise_in_float32
 from .energy.recorder import EnergyRecorder
 from .errors import InputError
 from .evaluating import EvaluatingTrainer
@@ -135,6 +135,8 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
     ) -> Any:
         own = self.head_args
         check_sharding(self.accelerator, self.entame_config(), own.warmup_steps_of_head(), own.head_lr == AUTO)
+        if self.is_deepspeed_enabled:
+            normalise_in_float32(self.model)
         if resume_from_checkpoint is not None:
             self._prepare_resuming(resume_from_checkpoint)
         else:

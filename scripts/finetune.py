@@ -40,6 +40,7 @@ from entame_hf.data import (
 )
 from entame_hf.data.workers import cores
 from entame_hf.demo import demo_dataset, demo_figures, demo_model, demo_table
+from entame_hf.distributed import whole_models
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
 from entame_hf.models import (
     ModelArguments,
@@ -134,12 +135,13 @@ def main(argv: list[str]) -> None:
     with args.main_process_first(desc="loading the data"):
         splits = data_args.load(args.seed, model_args.num_labels)
     check_classes(model_args, splits)
-    model, processor = load_classifier(
-        model_args.model_name_or_path,
-        splits.class_names,
-        revision=model_args.model_revision,
-        trust_remote_code=model_args.trust_remote_code,
-    )
+    with whole_models(args):
+        model, processor = load_classifier(
+            model_args.model_name_or_path,
+            splits.class_names,
+            revision=model_args.model_revision,
+            trust_remote_code=model_args.trust_remote_code,
+        )
     processor, train, evaluation = prepare_data(model, processor, splits, model_args, data_args, args)
     if args.inspect:
         inspect(model, train, args)

@@ -432,3 +432,30 @@ def test_a_stream_is_trained_on_for_so_many_steps(tmp_path, photos, timm_folder)
         finetune.main([*command, "--streaming"])
     finetune.main([*command, "--streaming", "--max_steps", "9"])
     assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_deepspeed_by_its_configuration(tmp_path, monkeypatch, photos, timm_folder, hf_folder, library, stage):
+    """A new head of other classes, batch normalisation and bfloat16, on two processes."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    configuration = SCRIPT.parent / "accelerate" / f"zero{stage}.yaml"
+    model = timm_folder if library == "timm" else hf_folder
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
+    options = arguments(model, photos, tmp_path / "out", learning_rate=1e-2, head_lr=1e-2, num_train_epochs=4)
+    result = subprocess.run([*command, str(SCRIPT), *options], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    results = json.loads((tmp_path / "out" / "all_results.json").read_text())
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert loaded.num_labels == 3
+    splits = load_splits(data_dir=str(photos))
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
+    correct = 0
+    for row in splits.evaluation:
+        image = Image.open(row["image"]["path"])
+        with torch.no_grad():
+            correct += int(loaded(**processor(image, return_tensors="pt")).logits.argmax()) == row["label"]
+    assert correct / len(splits.evaluation) == pytest.approx(results["eval_accuracy"], abs=0.06)
+    assert results["eval_accuracy"] > 0.6

@@ -71,13 +71,14 @@ def test_losses_equal_those_of_one_gpu(tmp_path, configuration, batch_norm):
         assert one.keys() == several.keys()
 
 
+@pytest.mark.parametrize("batch_norm", [False, "own"], ids=["vit", "resnet"])
 @pytest.mark.parametrize("configuration", ["single_gpu", "ddp", "fsdp2", "zero2", "zero3"])
-def test_the_first_loss_is_the_entropy_of_the_classes(tmp_path, configuration):
+def test_the_first_loss_is_the_entropy_of_the_classes(tmp_path, configuration, batch_norm):
     """In the precision that the configurations ask for."""
     if configuration.startswith("zero"):
         pytest.importorskip("deepspeed")
     processes = 1 if configuration == "single_gpu" else 2
-    options = {"max_steps": 1, "save_strategy": "no"}
+    options = {"max_steps": 2, "save_strategy": "no", "batch_norm": batch_norm}
     first, *_ = train(tmp_path / "run", configuration, processes, precision="bf16", **options)
     assert first == pytest.approx(math.log(10), abs=1e-5)
 

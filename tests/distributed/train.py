@@ -46,8 +46,10 @@ def main(folder: str, options: str) -> None:
     args = EntameTrainingArguments(folder, disable_tqdm=True, **{**defaults, **changes})
     torch.manual_seed(0)
     if batch_norm:
-        # Each process normalises a part of the batch, unless it is told of the whole.
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(timm.create_model("test_resnet", num_classes=10))
+        model = timm.create_model("test_resnet", num_classes=10)
+        if batch_norm != "own":
+            # Each process normalises a part of the batch, unless it is told of the whole.
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     elif base is None:
         config = ViTConfig(num_labels=10, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0, **TINY_VIT)
         model = ViTForImageClassification(config)
