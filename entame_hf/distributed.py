@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -160,22 +159,18 @@ def normalise_in_float32(model: nn.Module) -> None:
     DeepSpeed casts parameters to half precision and leaves buffers as they are, which torch does not take together.
     """
     for module in model.modules():
-        kind: Any = type(module)
-        if issubclass(kind, _BatchNorm) and not hasattr(kind, "in_float32"):
-            module.__class__ = _in_float32(kind)
+        if isinstance(module, _BatchNorm):
+            # A partial survives copies and pickles.
+            vars(module)["forward"] = partial(_in_float32, module)
 
 
-@cache
-def _in_float32(kind: Any) -> Any:
-    def forward(self: nn.Module, *inputs: Tensor) -> Tensor:
-        own = self.__dict__["_parameters"]
-        self.__dict__["_parameters"] = {name: p if p is None else p.float() for name, p in own.items()}
-        try:
-            return kind.forward(self, *inputs)
-        finally:
-            self.__dict__["_parameters"] = own
-
-    return type(kind.__name__, (kind,), {"forward": forward, "in_float32": True, "__module__": kind.__module__})
+def _in_float32(module: nn.Module, *inputs: Tensor) -> Tensor:
+    own = vars(module)["_parameters"]
+    vars(module)["_parameters"] = {name: p if p is None else p.float() for name, p in own.items()}
+    try:
+        return type(module).forward(module, *inputs)
+    finally:
+        vars(module)["_parameters"] = own
 
 
 def check_sharding(
