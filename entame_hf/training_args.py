@@ -16,7 +16,7 @@ from .config import EntameConfig, Method
 AUTO = "auto"
 # What a recipe fills in where the arguments leave it open.
 RECIPES: dict[str, dict[str, Any]] = {
-    "paper": {},
+    "paper": {"lr_scheduler_type": "constant", "warmup_steps": 0},
     "recommended": {"entame_method": "entame", "head_lr": AUTO, "freeze_statistics": True},
 }
 
@@ -170,7 +170,18 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     """
 
     learning_rate: float = field(default=1e-4, metadata={"help": "γ, the peak learning rate."})
-    lr_scheduler_type: str = field(default="constant", metadata={"help": "The schedule of the learning rate."})
+    # None is for the recipe to decide: afterwards, neither is None.
+    lr_scheduler_type: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "The schedule of the learning rate; by default the recipe's: constant in paper."},
+    )
+    warmup_steps: float | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={
+            "help": "Steps in which the learning rate rises to its peak, or their share below 1; by default the "
+            "recipe's: 0 in paper."
+        },
+    )
     remove_unused_columns: bool = field(
         default=False, metadata={"help": "Whether to remove columns that the model's forward does not name."}
     )
@@ -194,8 +205,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         unnamed = launched in ("bf16", "fp16") and not (self.bf16 or self.fp16)
         if unnamed and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             setattr(self, launched, True)
-        super().__post_init__()
         self._follow_recipe()
+        super().__post_init__()
         self.entame_config()
         if not self.head_lr_multiplier > 0:
             raise ValueError(f"head_lr_multiplier={self.head_lr_multiplier} must be positive; 1 is the paper.")
@@ -207,7 +218,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     def _follow_recipe(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"Recipe {self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
-        for name, value in RECIPES[self.recipe].items():
+        for name, value in (RECIPES["paper"] | RECIPES[self.recipe]).items():
             given = getattr(self, name) is not None or (name == "head_lr" and self.head_lr_multiplier != 1)
             if not given:
                 setattr(self, name, value)

@@ -174,7 +174,7 @@ def test_a_part_that_is_not_there(read, arguments):
         ("head_rate_sgd", 2 * 2 * 7 * 3),
         ("head_rate_decay", 2 * 4 * 3 * 6),
         ("recipe", 7 * 3 * 3 * 6 * 4),
-        ("recipe_choice", 2 * 3 * 3 * 5 * 3),
+        ("recipe_choice", 3 * 2 * 3 * 12 * 3),
     ],
 )
 def test_the_suites_are_whole(name, runs):

@@ -11,7 +11,7 @@ from typing import Any
 from entame_hf import InputError
 from entame_hf.cli import OptionParser
 from entame_hf.head_rate import LOGIT_STEP
-from entame_hf.training_args import AUTO, HeadArguments
+from entame_hf.training_args import AUTO, RECIPES, HeadArguments
 
 from .peers import RunArguments
 from .results import identity
@@ -120,8 +120,8 @@ class Suite:
             except InputError as error:
                 raise InputError(f"{self.name}: {model}, {dataset}, {method}: {error}") from error
             # As they will be used: 1e-4, which YAML takes for a text, is the number, and a recipe is what it fills in.
-            given = [f for f in fields(HeadArguments) if f.init and getattr(arguments, f.name) != f.default]
-            filled = {f.name: getattr(arguments, f.name) for f in given}
+            default = {f.name: f.default for f in fields(HeadArguments) if f.init} | RECIPES["paper"]
+            filled = {name: value for name in default if (value := getattr(arguments, name)) != default[name]}
             run = sources | {name: getattr(arguments, name, value) for name, value in run.items()} | filled
             if run.get("head_lr") == AUTO:
                 # What is measured follows from it: another δ is another run.
