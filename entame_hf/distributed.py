@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import SGD, Optimizer
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.utils import logging
@@ -156,7 +157,8 @@ def whole(leaf: nn.Module) -> Iterator[None]:
 def normalise_in_float32(model: nn.Module) -> None:
     """Let batch normalisation compute with its weights in float32, as its running statistics are.
 
-    DeepSpeed casts parameters to half precision and leaves buffers as they are, which torch does not take together.
+    DeepSpeed and FSDP2 cast parameters to half precision and leave buffers as they are, which torch does not take
+    together, or in the forward alone.
     """
     for module in model.modules():
         if isinstance(module, _BatchNorm):
@@ -214,4 +216,24 @@ def check_sharding(
         raise InputError(
             "DeepSpeed takes its steps within the backward, before a rate that was measured could be set. Give the "
             "rate, such as head_lr=1e-3, or use FSDP (accelerate launch --fsdp_version 2)."
+        )
+
+
+def check_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that could not be restored from the checkpoints which are written of it.
+
+    Args:
+        accelerator ([`~accelerate.Accelerator`]): it knows how the model will be sharded.
+        optimizer (`torch.optim.Optimizer`): what will train.
+
+    Raises:
+        InputError: the optimizer keeps nothing from step to step, and parameters are sharded by FSDP:
+            `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` asks for a tensor to tell the device by.
+    """
+    if getattr(accelerator.state, "fsdp_plugin", None) is None or not isinstance(optimizer, SGD):
+        return
+    if not any(group["momentum"] for group in optimizer.param_groups):
+        raise InputError(
+            "torch cannot restore SGD without momentum under FSDP, so no training could go on from its checkpoints. "
+            "Give momentum, --optim_args momentum=0.9, or save none, --save_strategy no."
         )

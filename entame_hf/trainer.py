@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from .batches import to_device
@@ -25,7 +27,7 @@ from .checkpoint import (
     shareable_config,
 )
 from .config import EntameConfig
-from .distributed import check_processes, check_sharding, normalise_in_float32
+from .distributed import check_optimizer, check_processes, check_sharding, normalise_in_float32
 from .energy.recorder import EnergyRecorder
 from .errors import InputError
 from .evaluating import EvaluatingTrainer
@@ -38,6 +40,7 @@ from .models import as_transformers
 from .patch import applied_config, forget_adaptation, mark_trained
 from .push import HubTrainer
 from .reporting import ReportingTrainer
+from .schedule import counted_shares
 from .start import start_heads
 from .training_args import AUTO, HeadArguments
 
@@ -135,7 +138,8 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
     ) -> Any:
         own = self.head_args
         check_sharding(self.accelerator, self.entame_config(), own.warmup_steps_of_head(), own.head_lr == AUTO)
-        if self.is_deepspeed_enabled:
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if sharded:
             normalise_in_float32(self.model)
         if resume_from_checkpoint is not None:
             self._prepare_resuming(resume_from_checkpoint)
@@ -148,7 +152,6 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
                 batch_size=self._train_batch_size * self.args.world_size,
                 accumulation=self.args.gradient_accumulation_steps,
             )
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if self.args.device.type == "cpu" and not sharded:
             self.model.to(memory_format=torch.channels_last)
         try:
@@ -166,8 +169,15 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         ours = self.optimizer is None
         optimizer = super().create_optimizer(model)
+        if self.args.save_strategy != SaveStrategy.NO:
+            check_optimizer(self.accelerator, optimizer)
         self.head_rates.assign(optimizer, ours)
         return optimizer
+
+    # What a recipe knows of warm-up and decay are shares of the steps.
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        with counted_shares(self.args, num_training_steps):
+            return super().create_scheduler(num_training_steps, optimizer)
 
     def heads(self) -> list[Head]:
         """Find the heads of the model in training."""

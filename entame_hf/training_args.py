@@ -17,7 +17,15 @@ AUTO = "auto"
 # What a recipe fills in where the arguments leave it open.
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"lr_scheduler_type": "constant", "warmup_steps": 0},
-    "recommended": {"entame_method": "entame", "head_lr": AUTO, "freeze_statistics": True},
+    "recommended": {
+        "entame_method": "entame",
+        "head_lr": AUTO,
+        "freeze_statistics": True,
+        # The root of the linear schedule: near the peak for most of a training, and 0 at its end.
+        "lr_scheduler_type": "polynomial",
+        "lr_scheduler_kwargs": {"power": 0.5, "lr_end": 0.0},
+        "warmup_steps": 0.1,
+    },
 }
 
 
@@ -218,8 +226,10 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     def _follow_recipe(self) -> None:
         if self.recipe not in RECIPES:
             raise ValueError(f"Recipe {self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
+        # These are about something else that was given.
+        others = {"head_lr": self.head_lr_multiplier != 1, "lr_scheduler_kwargs": self.lr_scheduler_type is not None}
         for name, value in (RECIPES["paper"] | RECIPES[self.recipe]).items():
-            given = getattr(self, name) is not None or (name == "head_lr" and self.head_lr_multiplier != 1)
+            given = getattr(self, name) is not None or others.get(name, False)
             if not given:
                 setattr(self, name, value)
                 if name == "entame_method":

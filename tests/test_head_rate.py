@@ -202,6 +202,7 @@ SCHEDULES = {
     "linear": {"lr_scheduler_type": "linear"},
     "polynomial": {"lr_scheduler_type": "polynomial"},
     "cosine-with-min-lr": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-5}},
+    "decay-of-a-share": {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 0.5}},
     "plateau": {
         "lr_scheduler_type": "reduce_lr_on_plateau",
         "lr_scheduler_kwargs": {"patience": 0, "threshold": 1e9, "factor": 0.5},
@@ -550,6 +551,8 @@ class TestRecipe:
         )
         assert args.entame_config() == EntameConfig.for_method("entame")
         assert args.freeze_statistics is True
+        assert (args.lr_scheduler_type, args.warmup_steps) == ("polynomial", 0.1)
+        assert args.lr_scheduler_kwargs == {"power": 0.5, "lr_end": 0.0}
         assert len(logged(train(tiny_vit, args))) == 1
 
     @pytest.mark.parametrize(
@@ -565,6 +568,22 @@ class TestRecipe:
     def test_what_is_given_goes_before_it(self, tmp_path, given, expected):
         args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given)
         assert (args.entame_method, args.head_lr, args.head_lr_multiplier, args.freeze_statistics) == expected
+
+    @pytest.mark.parametrize(
+        ("given", "expected"),
+        [
+            ({"lr_scheduler_type": "cosine"}, ("cosine", None, 0.1)),
+            ({"lr_scheduler_type": "constant"}, ("constant", None, 0.1)),
+            ({"warmup_steps": 0}, ("polynomial", {"power": 0.5, "lr_end": 0.0}, 0)),
+            ({"lr_scheduler_kwargs": {"power": 1.0}}, ("polynomial", {"power": 1.0}, 0.1)),
+        ],
+        ids=["schedule", "constant", "warm-up", "power"],
+    )
+    def test_a_schedule_that_is_given_goes_before_it_with_its_own_options(self, tmp_path, tiny_vit, given, expected):
+        common = {"max_steps": 2, "report_to": "none", "use_cpu": True}
+        args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given, **common)
+        assert (args.lr_scheduler_type, args.lr_scheduler_kwargs, args.warmup_steps) == expected
+        train(tiny_vit, args)
 
     @pytest.mark.parametrize(
         ("typed", "expected"),

@@ -8,7 +8,9 @@ import math
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sharded
@@ -17,19 +19,75 @@ import torch.distributed as dist
 from test_ddp import launch
 from timm.layers import BatchNormAct2d
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import SGD
 
-from entame_hf.distributed import normalise_in_float32
+from entame_hf import InputError
+from entame_hf.distributed import check_optimizer, normalise_in_float32
 
 WORKER = Path(__file__).with_name("sharded.py")
 
 
-def test_fsdp2():
+@pytest.fixture
+def mesh():
     # Here, with everything in one shard: starting processes takes longer.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        sharded.main("fsdp2")
-    finally:
-        dist.destroy_process_group()
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("mesh")
+def test_fsdp2():
+    sharded.main("fsdp2")
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, BatchNormAct2d])
+def test_fsdp2_normalises_in_float32_what_it_casts(mesh, kind):
+    torch.manual_seed(0)
+    usual, images = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4)), torch.randn(8, 3, 7, 7)
+    model = copy.deepcopy(usual)
+    normalise_in_float32(model)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=half)
+    for each in (usual, model):
+        each(images).square().sum().backward()
+    gradient = model[1].weight.grad.full_tensor()
+    torch.testing.assert_close(gradient, usual[1].weight.grad, rtol=2e-2, atol=1e-1)
+    torch.testing.assert_close(model[1].running_mean, usual[1].running_mean, rtol=1e-2, atol=1e-3)
+
+
+class TestOptimizer:
+    @staticmethod
+    def restored(mesh, **options):
+        model = nn.Linear(3, 2)
+        fully_shard(model, mesh=mesh)
+        optimizer = SGD(model.parameters(), lr=0.1, **options)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        whole = StateDictOptions(full_state_dict=True)
+        state = get_optimizer_state_dict(model, optimizer, options=whole)
+        set_optimizer_state_dict(model, optimizer, state, options=whole)
+        return optimizer
+
+    def test_without_momentum_torch_cannot_restore_it(self, mesh):
+        with pytest.raises(AssertionError, match="device"):
+            self.restored(mesh)
+        assert self.restored(mesh, momentum=0.9).state
+
+    @pytest.mark.parametrize("plugin", [None, object()], ids=["whole", "sharded"])
+    def test_so_it_is_refused_before_a_training(self, plugin):
+        accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+        parameters = [nn.Parameter(torch.ones(1))]
+        check_optimizer(accelerator, SGD(parameters, lr=0.1, momentum=0.9))
+        check_optimizer(accelerator, torch.optim.AdamW(parameters))
+        with pytest.raises(InputError, match=r"--optim_args momentum=0.9") if plugin else nullcontext():
+            check_optimizer(accelerator, SGD(parameters, lr=0.1))
 
 
 @pytest.mark.slow

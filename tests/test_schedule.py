@@ -1,0 +1,65 @@
+"""Schedules that fall over a share of the steps."""
+
+from __future__ import annotations
+
+import pytest
+from test_trainer import arguments
+from transformers import default_data_collator
+
+from entame_hf import EntameTrainer
+
+
+def rates(model, args, steps):
+    """The learning rates of a training of so many steps, and those of its scheduler's own options."""
+    trainer = EntameTrainer(model, args, data_collator=default_data_collator)
+    trainer.create_optimizer_and_scheduler(steps)
+    found = []
+    for _ in range(steps):
+        found.append(trainer.lr_scheduler.get_last_lr()[0])
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+    return found
+
+
+def wsd(tmp_path, decay, **changes):
+    return arguments(
+        tmp_path,
+        learning_rate=1.0,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs={"num_decay_steps": decay, "decay_type": "linear"},
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("steps", [10, 11])
+def test_a_share_is_that_of_all_steps(tmp_path, tiny_vit, steps):
+    args = wsd(tmp_path, 0.25)
+    found = rates(tiny_vit, args, steps)
+    assert found == rates(tiny_vit, wsd(tmp_path, 3), steps)
+    assert found == pytest.approx([1.0] * (steps - 2) + [2 / 3, 1 / 3])
+    # As it was given: it is saved, and another training may have other steps.
+    assert args.lr_scheduler_kwargs["num_decay_steps"] == 0.25
+
+
+def test_it_goes_with_a_share_of_warm_up(tmp_path, tiny_vit):
+    found = rates(tiny_vit, wsd(tmp_path, 0.2, warmup_steps=0.2), 10)
+    assert found == pytest.approx([0, 0.5, *[1.0] * 7, 0.5])
+
+
+def test_options_may_be_typed(tmp_path, tiny_vit):
+    args = arguments(
+        tmp_path,
+        learning_rate=1.0,
+        lr_scheduler_type="warmup_stable_decay",
+        lr_scheduler_kwargs='{"num_decay_steps": 0.5, "decay_type": "linear"}',
+    )
+    assert rates(tiny_vit, args, 4) == [1, 1, 1, 0.5]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_warm_up_leaves_a_step(tmp_path, tiny_vit, steps):
+    """In which transformers' own count would divide by zero."""
+    args = arguments(tmp_path, learning_rate=1.0, lr_scheduler_type="polynomial", warmup_steps=0.6)
+    found = rates(tiny_vit, args, steps)
+    assert found == [[1.0], [0, 1.0]][steps - 1]
+    assert args.warmup_steps == 0.6
