@@ -133,9 +133,12 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
 
     Args:
         recipe (`str`, *optional*, defaults to `"paper"`):
-            `"recommended"` is ENTAME with a measured learning rate of the head on running statistics that stand still:
-            `entame_method="entame"`, `head_lr="auto"` and `freeze_statistics=True`, each where it is not given.
-            `"paper"` fills in nothing. What [`apply_entame`] was given goes before a recipe's method.
+            `"recommended"` is ENTAME with a measured learning rate of the head, on running statistics that stand
+            still, with a warm-up over a tenth of the steps and a schedule that falls as the root of the rest, each
+            where it is not given: `entame_method="entame"`, `head_lr="auto"`, `freeze_statistics=True`,
+            `warmup_steps=0.1`, and `lr_scheduler_type="polynomial"` with `lr_scheduler_kwargs={"power": 0.5,
+            "lr_end": 0.0}`. `"paper"` is a constant rate. What [`apply_entame`] was given goes before a recipe's
+            method.
         entame_method (`str`, *optional*):
             `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`]. Defaults
             to what [`apply_entame`] was given, and to `"entame"` where it was not called.

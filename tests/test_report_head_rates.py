@@ -8,10 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 from reproduction.deltas import CANDIDATES, delta_table, regrets
-from reproduction.head_rates import head_rate_curves, recommended_table, rule_table, split
+from reproduction.head_rates import head_rate_curves, rule_table, split
 from reproduction.report import write_report
 from reproduction.runs import groups_of, varied_settings
-from scipy import stats
 from test_report import line, write
 
 
@@ -133,30 +132,3 @@ def test_rates_that_vary_are_curves_and_no_columns(tmp_path):
     page, *pictures = write_report([write(lines, tmp_path / "lines")], tmp_path / "out")
     assert "head-rates_m_d.png" in {picture.name for picture in pictures}
     assert "| E | MEI | keep |" in page.read_text()
-
-
-def test_the_recommended_recipe_is_compared_with_the_best_of_the_others(group):
-    finals = {"keep": [0.8, 0.82, 0.81], "MEI x10": [0.9, 0.91, 0.9], "recommended": [0.91, 0.92, 0.92]}
-    lines = [line(m, s, final=final) for m, values in finals.items() for s, final in enumerate(values)]
-    lines += [
-        line(m, s, model="N", final=1.7 - final) for m, values in finals.items() for s, final in enumerate(values)
-    ]
-    table = recommended_table([group(lines)])
-    assert "| 1 of 2 | N, D: keep −10.7 ± " in table
-    # Differences of 11, 10, 11, −11, −10 and −11 points, and so of two cells.
-    assert "| +0.0 (2) |" in table
-    assert "**1 of 2 cells (50%)**" in table
-    assert recommended_table([group(lines[:2])]) == ""
-
-
-def test_seeds_are_no_evidence_for_other_cells(group):
-    gains = {"A": 0.02, "B": 0.0, "C": 0.01}
-    lines = [
-        line(method, seed, dataset=dataset, final=0.8 + (method == "recommended") * (gain + 0.002 * (seed % 2)))
-        for dataset, gain in gains.items()
-        for method in ("recommended", "keep")
-        for seed in range(8)
-    ]
-    # 24 pairs of runs would say p = 2e-6.
-    p = stats.ttest_1samp([2.1, 0.1, 1.1], 0).pvalue
-    assert f"| +1.1 ± 2.5, p = {p:.2g} (3) |" in recommended_table([group(lines)])

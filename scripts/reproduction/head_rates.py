@@ -17,10 +17,9 @@ from entame_hf.plots.drawing import draw_groups
 
 from .figures import STYLES, plain
 from .runs import Group, Run, name_of, short
-from .statistics import Values, paired, within_one_error
-from .tables import compare, difference, final, markdown, mean, p_value, spread
+from .statistics import within_one_error
+from .tables import final, markdown, mean, spread
 
-RECOMMENDED = "recommended"
 MEASURES: dict[str, Callable[[Run], float | None]] = {
     "mean of the first 10 steps": lambda run: run.early,
     "at the end": lambda run: run.final,
@@ -92,39 +91,6 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
     columns = min(len(handles), 2 * len(bases))
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False)
     return figure
-
-
-def recommended_table(groups: Sequence[Group]) -> str:
-    """Compare the recommended recipe with the best of all other methods, and with keep, setting by setting.
-
-    Returns:
-        `str`: a table and a sentence, or nothing where no run is of a method labelled `recommended`.
-    """
-    rows, reached, cells = [], 0, 0
-    for group in groups:
-        behind: list[str] = []
-        pairs: dict[tuple[str, str], tuple[Values, Values]] = {}
-        for model, dataset in group.cells:
-            values = {method: group.values(model, dataset, method, final) for method in group.methods}
-            ours = values.pop(RECOMMENDED, {})
-            peers = {method: found for method, found in values.items() if found}
-            if not ours or not peers:
-                continue
-            pairs[model, dataset] = ours, peers.get("keep", {})
-            best = max(peers, key=lambda method: mean(peers[method]))
-            if not within_one_error(peers[best], ours):
-                comparison = compare(group, model, dataset, RECOMMENDED, best, final)
-                by = "" if comparison is None else f" {difference(comparison)}"
-                behind.append(f"{model}, {dataset}: {name_of(best)}{by}")
-        if pairs:
-            good = len(pairs) - len(behind)
-            rows.append([group.title, f"{good} of {len(pairs)}", "; ".join(behind) or "none", _over_cells(pairs)])
-            reached, cells = reached + good, cells + len(pairs)
-    if not rows:
-        return ""
-    header = ["", "at or above the best of the others", "behind", "over keep: points, p (cells)"]
-    share = f"In all: **{reached} of {cells} cells ({reached / cells:.0%})**."
-    return f"{markdown(header, rows)}\n\n{share}"
 
 
 def rule_table(groups: Sequence[Group]) -> str:
@@ -218,11 +184,3 @@ def middle(rates: Iterable[float]) -> float:
 
 def _label(run: Run) -> tuple[str, str, str]:
     return run.model, run.dataset, run.method
-
-
-def _over_cells(pairs: dict[tuple[str, str], tuple[Values, Values]]) -> str:
-    """Test the mean differences of the cells: runs of one cell are alike, and no evidence of their own for others."""
-    found = {cell: paired(ours, keeps) for cell, (ours, keeps) in pairs.items()}
-    differences = {cell: it.difference for cell, it in found.items() if it is not None}
-    comparison = paired(differences, dict.fromkeys(differences, 0.0))
-    return "–" if comparison is None else f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"

@@ -15,6 +15,7 @@ from entame_hf.plots import save_figures
 from . import deltas, head_rates, tables
 from .figures import model_figures, overview, styles_of
 from .findings import findings, provenance
+from .recipes import behind_table, counts_table, recipes_of, standings_figure
 from .runs import Group, groups_of, read_runs, varied_settings
 
 INTRODUCTION = """\
@@ -35,21 +36,21 @@ seeds, of our means and differences as of the paper's means, and left out below 
 that of seeds, and {tables.MISSING} stands where there is no run. In pictures, bands and error bars are one standard
 deviation over seeds around the mean.
 
+- **Accuracy over the first 10 steps**: the mean of the accuracies after each of them, of every method.
+- **Accuracy at the end**: of the last evaluation.
+
+  In the tables of accuracies, bold are the best mean and those within one standard error of it, paired by seed."""
+READING_OF_ENTAME = """ Below
+  each, ENTAME is held against each other method by paired t-tests: ENTAME's accuracy minus the other's in percentage
+  points, where both have three seeds. Methods are told apart where p < 0.05 after Holm's correction over the
+  comparisons of the table.
 - **Noise in the first error**: the share of the estimates in the energy of Base's error, at the first training batch,
   before any update, in percent.
 - **Gain over the first 10 steps**: the mean of the accuracies after each of the first 10 steps, ENTAME's minus Base's,
   in percentage points and paired by seed, with the p-value of the paired t-test.
-- **Accuracy over the first 10 steps**: the mean of the accuracies after each of them, of every method.
-- **Accuracy at the end**: of the last evaluation.
-
-  In the tables of accuracies, bold are the best mean and those within one standard error of it, paired by seed. Below
-  each, ENTAME is held against each other method by paired t-tests: ENTAME's accuracy minus the other's in percentage
-  points, where both have three seeds. Methods are told apart where p < 0.05 after Holm's correction over the
-  comparisons of the table.
 - **Steps to where others end**: the first evaluated step at which ENTAME has the accuracy with which another method of
   the same seed ends, over all steps of that method; the median over seeds, the quartiles, and the number of seeds.
-  Nothing is interpolated between evaluations, which errs against ENTAME. A seed that never gets there counts as ∞.
-"""
+  Nothing is interpolated between evaluations, which errs against ENTAME. A seed that never gets there counts as ∞."""
 NOISE_DIFFERS = "The paper does not define its percentage: compare orders and directions with it, not digits."
 ACCURACIES = {"Accuracy over the first 10 steps": tables.early, "Accuracy at the end": tables.final}
 PICTURES = {
@@ -57,10 +58,16 @@ PICTURES = {
     "peers": "ENTAME beside other methods",
     "feature_variance": "Variance of the classifier's input",
 }
-RECOMMENDED = """\
-The recipe `recommended` beside the best of all other methods in accuracy at the end: at or above it means within one
-standard error of the difference, paired by seed. Over *keep*, the t-test is one of the cells' mean differences, one
-number a model and data set, with their 95 % confidence interval: more seeds of a cell say nothing of other cells.
+RECIPES = """\
+Methods that measure the learning rate of the head, beside the others in accuracy at the end. Counted are the cells, a
+model and a data set each, where it is at or above the best of the others, within one standard error of the difference,
+paired by seed; then the mean accuracies over these cells.
+
+{table}
+"""
+BEHIND = """\
+Where {recipe} is behind, and by how many percentage points. Over *keep*, the t-test is one of the cells' mean
+differences, one number a cell, with their 95 % confidence interval: more seeds of a cell say nothing of other cells.
 
 {table}
 """
@@ -101,15 +108,15 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     groups = groups_of(compared, varied, beside={"head_lr", "logit_step"})
     curves = groups_of(points, varied, beside={"head_lr", "logit_step", "learning_rate"})
     figures: dict[str, Figure | None] = {}
-    body = [_section(group, figures, styles_of(groups)) for group in groups]
-    body += [_head_rates(groups, curves, figures)]
-    picture = (
-        [_picture(figures, overview(groups[0], styles_of(groups)), "Accuracy over the steps", "overview")]
-        if groups
-        else []
-    )
-    shown = ["## What the lines show", _list(findings(groups)), FINDINGS, READING.strip()] if groups else []
-    top = [INTRODUCTION.strip(), *picture, *shown]
+    recipes = recipes_of(groups)
+    if recipes:
+        shown = [_recipes(groups, recipes, figures), READING]
+        body = [_accuracies(group) for group in groups]
+    else:
+        shown = _shown(groups, figures) if groups else []
+        body = [_section(group, figures, styles_of(groups)) for group in groups]
+    body += [_head_rates(curves, figures)]
+    top = [INTRODUCTION.strip(), *shown]
     end = ["## The runs", _list(provenance(runs))]
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -118,6 +125,32 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     page = output / "report.md"
     page.write_text("\n\n".join([*top, *filter(None, body), *end]) + "\n", encoding="utf-8")
     return [page, *(output / name for name in save_figures(figures, output))]
+
+
+def _shown(groups: list[Group], figures: dict[str, Figure | None]) -> list[str]:
+    """Draw the first glance, and say what the lines show."""
+    picture = _picture(figures, overview(groups[0], styles_of(groups)), "Accuracy over the steps", "overview")
+    return [picture, "## What the lines show", _list(findings(groups)), FINDINGS, READING + READING_OF_ENTAME]
+
+
+def _recipes(groups: list[Group], recipes: list[str], figures: dict[str, Figure | None]) -> str:
+    """Put recipes beside their peers, and one that is alone more closely."""
+    parts = ["## Recipes", RECIPES.format(table=counts_table(groups)).strip()]
+    if len(recipes) == 1:
+        (recipe,) = recipes
+        text = f"Accuracy at the end of {recipe} and of other methods"
+        parts.insert(0, _picture(figures, standings_figure(groups, recipe), text, "overview"))
+        parts.append(BEHIND.format(recipe=recipe, table=behind_table(groups, recipe)).strip())
+    return "\n\n".join(parts)
+
+
+def _accuracies(group: Group) -> str:
+    """Write the accuracies of one setting, by which recipes are compared."""
+    parts = [f"## Runs with {group.title}" if group.title else "## Tables"]
+    for heading, measure in ACCURACIES.items():
+        for dataset in group.datasets:
+            parts += [f"### {heading}, {dataset}", tables.accuracy_table(group, dataset, measure)]
+    return "\n\n".join(parts)
 
 
 def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, dict[str, Any]]) -> str:
@@ -144,11 +177,9 @@ def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, 
     return "\n\n".join(filter(None, parts))
 
 
-def _head_rates(groups: list[Group], curves: list[Group], figures: dict[str, Figure | None]) -> str:
-    table = head_rates.recommended_table(groups)
-    parts = [RECOMMENDED.format(table=table).strip()] if table else []
+def _head_rates(curves: list[Group], figures: dict[str, Figure | None]) -> str:
     rule = head_rates.rule_table(curves)
-    parts += [RULE.format(table=rule).strip()] if rule else []
+    parts = [RULE.format(table=rule).strip()] if rule else []
     costs = deltas.delta_table(curves)
     parts += [DELTAS.format(table=costs).strip()] if costs else []
     for group in curves:
