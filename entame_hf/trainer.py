@@ -139,7 +139,7 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
         own = self.head_args
         check_sharding(self.accelerator, self.entame_config(), own.warmup_steps_of_head(), own.head_lr == AUTO)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if sharded:
+        if sharded and self.accelerator.mixed_precision != "no":
             normalise_in_float32(self.model)
         if resume_from_checkpoint is not None:
             self._prepare_resuming(resume_from_checkpoint)
