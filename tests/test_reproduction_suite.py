@@ -173,6 +173,7 @@ def test_a_part_that_is_not_there(read, arguments):
         ("head_rate_settings", 2 * 2**3 * 6 * 3),
         ("head_rate_sgd", 2 * 2 * 7 * 3),
         ("head_rate_sgd_frozen", 3 * 2 * 7 * 3),
+        ("head_rate_models", 7 * 2 * 3 * 3 * 7 * 2),
         ("head_rate_decay", 2 * 4 * 3 * 6),
         ("recipe", 7 * 3 * 3 * 6 * 4),
         ("recipe_choice", 3 * 2 * 3 * 12 * 3),
