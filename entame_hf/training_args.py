@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -234,7 +235,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         for name, value in (RECIPES["paper"] | RECIPES[self.recipe]).items():
             given = getattr(self, name) is not None or others.get(name, False)
             if not given:
-                setattr(self, name, value)
+                setattr(self, name, copy(value))
                 if name == "entame_method":
                     self.recipes_method = value
 

@@ -9,6 +9,7 @@ gives must be all leaves of that width, or an error. The table counts the outcom
 from __future__ import annotations
 
 import argparse
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -71,8 +72,9 @@ def timm_model(name: str) -> Finding:
 
 
 def timm_models(names: list[str] | None = None) -> Iterator[Finding]:
-    # Building is Python's work, so every core takes its share; forked, none of them imports anything again.
-    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+    # Building is Python's work, so every core takes its share; forked, none of them imports anything again, nor ends
+    # what this process has thrown away: a process group's end is not survived there.
+    with ProcessPoolExecutor(mp_context=get_context("fork"), initializer=gc.freeze) as pool:
         yield from pool.map(timm_model, names or timm.list_models(), chunksize=4)
 
 

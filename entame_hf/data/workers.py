@@ -1,5 +1,6 @@
 """Threads and processes that decode images."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -49,8 +50,15 @@ def start_workers(task: Callable[[int], Any], count: int) -> ProcessPoolExecutor
     pool = ProcessPoolExecutor(
         count, multiprocessing.get_context("fork"), initializer=_begin, initargs=(task, os.getpid())
     )
-    # The first task starts all of them: now, in the caller's thread.
-    pool.submit(int).result()
+    collects = gc.isenabled()
+    # A collection in a fork, before it begins, would end what the parent has thrown away: process groups, streams.
+    gc.disable()
+    try:
+        # The first task starts all of them: now, in the caller's thread.
+        pool.submit(int).result()
+    finally:
+        if collects:
+            gc.enable()
     return pool
 
 
@@ -62,6 +70,8 @@ def work(row: int) -> Any:
 def _begin(task: Callable[[int], Any], parent: int) -> None:
     global _task
     _task = task
+    gc.freeze()
+    gc.enable()
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     # Ctrl-C is the main process's business, and a forked process has none of torch's threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
