@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import SchedulerType
+
+from .errors import InputError
 
 DECAY_STEPS = "num_decay_steps"
 
@@ -45,6 +49,24 @@ def counted_shares(args: TrainingArguments, steps: int) -> Iterator[None]:
         yield
     finally:
         args.warmup_steps, args.lr_scheduler_kwargs = given
+
+
+@contextmanager
+def said_of_schedules(args: TrainingArguments) -> Iterator[None]:
+    """Say in one sentence that a schedule was given options which it does not have, or not those that it needs.
+
+    Raises:
+        InputError: transformers' function of the schedule does not take `lr_scheduler_kwargs`.
+    """
+    try:
+        yield
+    except TypeError as error:
+        name, options = SchedulerType(args.lr_scheduler_type).value, json.dumps(args.lr_scheduler_kwargs or {})
+        raise InputError(
+            f"--lr_scheduler_type {name} cannot be made of --lr_scheduler_kwargs '{options}': {error}. A decay over "
+            "the last fifth, for example: --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs "
+            f"'{{\"{DECAY_STEPS}\": 0.2}}'."
+        ) from error
 
 
 def _count(share: float, steps: int) -> int:

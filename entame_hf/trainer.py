@@ -40,7 +40,7 @@ from .models import as_transformers
 from .patch import applied_config, forget_adaptation, mark_trained
 from .push import HubTrainer
 from .reporting import ReportingTrainer
-from .schedule import counted_shares
+from .schedule import counted_shares, said_of_schedules
 from .start import start_heads
 from .training_args import AUTO, HeadArguments
 
@@ -176,7 +176,7 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
 
     # What a recipe knows of warm-up and decay are shares of the steps.
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        with counted_shares(self.args, num_training_steps):
+        with counted_shares(self.args, num_training_steps), said_of_schedules(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
 
     def heads(self) -> list[Head]:

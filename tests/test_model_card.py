@@ -309,6 +309,11 @@ class TestWriting:
         assert f"| `{name}` | True |" in card.text
         assert f"`{name}`" not in card_of(finished(tmp_path / "free", timm_resnet())).text
 
+    def test_a_recipes_schedule_is_told(self, tmp_path):
+        card = card_of(finished(tmp_path, timm_resnet(), recipe="recommended"))
+        assert "| `lr_scheduler_type` | polynomial |" in card.text
+        assert re.search(r"\| `lr_scheduler_kwargs` \| .*'power': 0.5", card.text)
+
     def test_one_process_writes(self, tmp_path, tiny_vit, monkeypatch):
         trainer = trainer_of(tmp_path, tiny_vit)
         monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)

@@ -6,7 +6,7 @@ import pytest
 from test_trainer import arguments
 from transformers import default_data_collator
 
-from entame_hf import EntameTrainer
+from entame_hf import EntameTrainer, InputError
 
 
 def rates(model, args, steps):
@@ -63,3 +63,17 @@ def test_a_warm_up_leaves_a_step(tmp_path, tiny_vit, steps):
     found = rates(tiny_vit, args, steps)
     assert found == [[1.0], [0, 1.0]][steps - 1]
     assert args.warmup_steps == 0.6
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "message"),
+    [
+        ("warmup_stable_decay", None, r"kwargs '\{\}': .*num_decay_steps"),
+        ("cosine", {"power": 0.5}, r"cosine .*'\{\"power\": 0.5\}': .*unexpected keyword argument 'power'"),
+    ],
+    ids=["missing", "foreign"],
+)
+def test_options_that_do_not_fit_are_told_with_an_example(tmp_path, tiny_vit, schedule, options, message):
+    args = arguments(tmp_path, lr_scheduler_type=schedule, lr_scheduler_kwargs=options)
+    with pytest.raises(InputError, match=message):
+        rates(tiny_vit, args, 4)

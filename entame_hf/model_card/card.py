@@ -39,7 +39,14 @@ TASK = "image-classification"
 NOISE_SHARE = "energy/noise_share"
 LICENSE_KEYS = ("license", "license_name", "license_link")
 # Beside those that Trainer lists.
-HYPERPARAMETERS = ("weight_decay", "max_grad_norm", "bf16", "freeze_backbone", "freeze_statistics")
+HYPERPARAMETERS = (
+    "lr_scheduler_kwargs",
+    "weight_decay",
+    "max_grad_norm",
+    "bf16",
+    "freeze_backbone",
+    "freeze_statistics",
+)
 
 
 def write_model_card(
