@@ -5,6 +5,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import fsdp_on_cpu
 import timm
 import torch
 from torch import nn
@@ -41,6 +42,8 @@ def main(folder: str, options: str) -> None:
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
     blind_rank, waits = changes.pop("blind_rank", None), WaitCounter() if changes.pop("count_waits", False) else None
     dropout, masks = changes.pop("dropout", 0.0), []
+    if changes.pop("fsdp_on_cpu", False):
+        fsdp_on_cpu.allow()
     defaults = {"max_steps": 5, "optim": "sgd", "learning_rate": 0.1, "save_strategy": "no", "use_cpu": True}
     # Before the model: transformers partitions what it loads where the arguments ask for ZeRO-3.
     args = EntameTrainingArguments(folder, disable_tqdm=True, **{**defaults, **changes})
