@@ -176,6 +176,7 @@ def test_a_part_that_is_not_there(read, arguments):
         ("head_rate_models", 7 * 2 * 3 * 3 * 7 * 2),
         ("head_rate_decay", 2 * 4 * 3 * 6),
         ("recipe", 7 * 3 * 3 * 6 * 4),
+        ("recipe_parts", 7 * 3 * 3 * 4 * 4),
         ("recipe_choice", 3 * 2 * 3 * 12 * 3),
     ],
 )
