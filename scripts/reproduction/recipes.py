@@ -71,7 +71,7 @@ def counts_table(groups: Sequence[Group]) -> str:
     for recipe in recipes_of(groups):
         found = [*standings(groups, recipe)]
         by_group = [[it.reached for it in found if it.group is group] for group in groups]
-        first = [group.values(it.model, it.dataset, recipe, early) for it in found for group in [it.group]]
+        first = [it.group.values(it.model, it.dataset, recipe, early) for it in found]
         rows.append(
             [
                 recipe,
