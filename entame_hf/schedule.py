@@ -38,12 +38,11 @@ def counted_shares(args: TrainingArguments, steps: int) -> Iterator[None]:
     (9, {'num_decay_steps': 18})
     ```
     """
-    given = args.warmup_steps, args.lr_scheduler_kwargs
-    warmup, options = given
+    given = warmup, options = args.warmup_steps, args.lr_scheduler_kwargs
     if 0 < warmup < 1:
-        args.warmup_steps = min(_count(warmup, steps), steps - 1)
+        args.warmup_steps = min(args.get_warmup_steps(steps), steps - 1)
     if isinstance(options, dict) and 0 < options.get(DECAY_STEPS, 0) < 1:
-        counted: dict[str, Any] = {**options, DECAY_STEPS: _count(options[DECAY_STEPS], steps)}
+        counted: dict[str, Any] = {**options, DECAY_STEPS: math.ceil(options[DECAY_STEPS] * steps)}
         args.lr_scheduler_kwargs = counted
     try:
         yield
@@ -67,7 +66,3 @@ def said_of_schedules(args: TrainingArguments) -> Iterator[None]:
             "the last fifth, for example: --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs "
             f"'{{\"{DECAY_STEPS}\": 0.2}}'."
         ) from error
-
-
-def _count(share: float, steps: int) -> int:
-    return math.ceil(share * steps)

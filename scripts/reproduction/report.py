@@ -111,7 +111,7 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     recipes = recipes_of(groups)
     if recipes:
         shown = [_recipes(groups, recipes, figures), READING]
-        body = [_accuracies(group) for group in groups]
+        body = ["\n\n".join([_heading(group), *_accuracies(group)]) for group in groups]
     else:
         shown = _shown(groups, figures) if groups else []
         body = [_section(group, figures, styles_of(groups)) for group in groups]
@@ -144,26 +144,14 @@ def _recipes(groups: list[Group], recipes: list[str], figures: dict[str, Figure 
     return "\n\n".join(parts)
 
 
-def _accuracies(group: Group) -> str:
-    """Write the accuracies of one setting, by which recipes are compared."""
-    parts = [f"## Runs with {group.title}" if group.title else "## Tables"]
-    for heading, measure in ACCURACIES.items():
-        for dataset in group.datasets:
-            parts += [f"### {heading}, {dataset}", tables.accuracy_table(group, dataset, measure)]
-    return "\n\n".join(parts)
-
-
 def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, dict[str, Any]]) -> str:
     """Write the tables of one setting, and draw its pictures."""
-    parts = [f"## Runs with {group.title}" if group.title else "## Tables"]
+    parts = [_heading(group)]
     if "base" in group.methods:
         parts += ["### Noise in the first error", tables.noise_table(group), NOISE_DIFFERS]
     if {"base", "entame"} <= set(group.methods):
         parts += ["### Gain over the first 10 steps", tables.gain_table(group)]
-    for heading, measure in ACCURACIES.items():
-        for dataset in group.datasets:
-            parts += [f"### {heading}, {dataset}", tables.accuracy_table(group, dataset, measure)]
-            parts.append(_list(tables.verdicts(group, dataset, measure)))
+    parts += _accuracies(group, verdicts=True)
     steps = tables.steps_table(group)
     parts += ["### Steps to where others end", steps] if steps else []
     drawn = {model: model_figures(group, model, styles) for model in group.models}
@@ -175,6 +163,20 @@ def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, 
         ]
         parts += [f"### {heading}", *pictures] if pictures else []
     return "\n\n".join(filter(None, parts))
+
+
+def _heading(group: Group) -> str:
+    return f"## Runs with {group.title}" if group.title else "## Tables"
+
+
+def _accuracies(group: Group, verdicts: bool = False) -> list[str]:
+    """Write the accuracies of one setting, and where ENTAME is above and below others in them."""
+    parts = []
+    for heading, measure in ACCURACIES.items():
+        for dataset in group.datasets:
+            parts += [f"### {heading}, {dataset}", tables.accuracy_table(group, dataset, measure)]
+            parts += [_list(tables.verdicts(group, dataset, measure))] if verdicts else []
+    return parts
 
 
 def _head_rates(curves: list[Group], figures: dict[str, Figure | None]) -> str:
