@@ -7,10 +7,14 @@ import copy
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Images that tests decode are kept for this run alone.
@@ -38,6 +42,17 @@ from transformers import (
 
 from entame_hf import EntameTrainer
 from entame_hf.models import as_transformers
+
+CONFIGURATIONS = Path(__file__).parent.parent / "scripts" / "accelerate"
+
+
+def launch_by(configuration: str, *arguments: str, timeout: int = 300, **environment: str) -> CompletedProcess[str]:
+    """Run a script by a configuration of accelerate; options of the launch, the script and its own options follow."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+    command += ["--config_file", str(CONFIGURATIONS / f"{configuration}.yaml"), *arguments]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, check=False)
+
 
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 

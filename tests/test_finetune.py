@@ -16,7 +16,7 @@ import pytest
 import timm
 import torch
 import yaml
-from conftest import TINY_VIT
+from conftest import TINY_VIT, launch_by
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -441,11 +441,9 @@ def test_deepspeed_by_its_configuration(tmp_path, monkeypatch, photos, timm_fold
     """A new head of other classes, batch normalisation and bfloat16, on two processes."""
     pytest.importorskip("deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    configuration = SCRIPT.parent / "accelerate" / f"zero{stage}.yaml"
     model = timm_folder if library == "timm" else hf_folder
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
     options = arguments(model, photos, tmp_path / "out", learning_rate=1e-2, head_lr=1e-2, num_train_epochs=4)
-    result = subprocess.run([*command, str(SCRIPT), *options], capture_output=True, text=True)
+    result = launch_by(f"zero{stage}", str(SCRIPT), *options)
     assert result.returncode == 0, result.stderr[-3000:]
     results = json.loads((tmp_path / "out" / "all_results.json").read_text())
     loaded = AutoModelForImageClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)

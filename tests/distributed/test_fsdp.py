@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
 import train as worker
+from conftest import launch_by
 from safetensors.torch import load_file
 
 WORKER = Path(__file__).with_name("train.py")
-CONFIGURATION = Path(__file__).parents[2] / "scripts" / "accelerate" / "fsdp2.yaml"
 STEPS = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "head_lr": "auto"}
 SGD = {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.05, **STEPS}
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, **STEPS}
@@ -31,20 +30,13 @@ ALIKE = {
 HALF = {"batch_norm": "own", "bf16": True, "logging_steps": 1, "max_steps": 1, "optim": "adamw_torch"}
 
 
-def run(folder: Path, runs: dict[str, dict]) -> subprocess.CompletedProcess:
+def run(folder: Path, runs: dict[str, dict]) -> CompletedProcess[str]:
     """Run them one after the other in two processes, in the order given: a run may go on from another's checkpoint."""
     argv = []
     for name, options in runs.items():
         (folder / name).mkdir(exist_ok=True)
         argv += [str(folder / name), json.dumps({"per_device_train_batch_size": 8, "fsdp_on_cpu": True, **options})]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)]
-    return subprocess.run(
-        [*launch, "--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "no", str(WORKER), *argv],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    return launch_by("fsdp2", "--num_processes", "2", "--mixed_precision", "no", str(WORKER), *argv, timeout=180)
 
 
 @pytest.fixture(scope="module")

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import launch_by
 from safetensors.torch import load_file
 
 WORKER = Path(__file__).parent / "train.py"
-CONFIGURATIONS = Path(__file__).parents[2] / "scripts" / "accelerate"
 GLOBAL_BATCH = 64
 pytestmark = [
     pytest.mark.gpu,
@@ -42,14 +39,10 @@ def state_of(folder: Path, configuration: str, processes: int, precision: str = 
         "use_cpu": False,
         **options,
     }
-    command = [
-        *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(CONFIGURATIONS / f"{configuration}.yaml"), "--num_processes", str(processes)),
-        *("--main_process_port", "0", "--mixed_precision", precision, str(WORKER), str(folder), json.dumps(options)),
-    ]
+    how = ["--num_processes", str(processes), "--mixed_precision", precision]
     # Sums in another order are the only difference that is allowed.
-    environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0", "NCCL_NVLS_ENABLE": "0"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    environment = {"NVIDIA_TF32_OVERRIDE": "0", "NCCL_NVLS_ENABLE": "0"}
+    result = launch_by(configuration, *how, str(WORKER), str(folder), json.dumps(options), **environment)
     assert result.returncode == 0, result.stderr[-4000:]
     return torch.load(folder / "rank0.pt", weights_only=False)
 

@@ -6,8 +6,6 @@ import copy
 import json
 import math
 import pickle
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +14,7 @@ import pytest
 import sharded
 import torch
 import torch.distributed as dist
+from conftest import launch_by
 from test_ddp import launch
 from timm.layers import BatchNormAct2d
 from torch import nn
@@ -133,13 +132,8 @@ def test_batch_normalisation_computes_in_float32_beside_weights_that_do_not(kind
 def test_deepspeed_trains_in_the_precision_of_its_configuration(tmp_path, monkeypatch, stage, batch_norm):
     pytest.importorskip("deepspeed")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    configuration = Path(__file__).parents[2] / "scripts" / "accelerate" / f"zero{stage}.yaml"
     options = json.dumps({"max_steps": 1, "logging_steps": 1, "optim": "adamw_torch", "batch_norm": batch_norm})
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(configuration)]
-    worker = [str(WORKER.with_name("train.py")), str(tmp_path), options]
-    result = subprocess.run(
-        [*command, "--main_process_port", "0", *worker], capture_output=True, text=True, timeout=300, check=False
-    )
+    result = launch_by(f"zero{stage}", str(WORKER.with_name("train.py")), str(tmp_path), options)
     assert result.returncode == 0, result.stderr[-3000:]
     log = torch.load(tmp_path / "rank0.pt", weights_only=False)["log"]
     assert next(entry["loss"] for entry in log if "loss" in entry) == pytest.approx(math.log(10), abs=1e-5)
