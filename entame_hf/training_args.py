@@ -17,15 +17,15 @@ from .config import EntameConfig, Method
 AUTO = "auto"
 # What a recipe fills in where the arguments leave it open.
 RECIPES: dict[str, dict[str, Any]] = {
-    "paper": {"lr_scheduler_type": "constant", "warmup_steps": 0},
+    "paper": {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": None, "warmup_steps": 0},
     "recommended": {
         "entame_method": "entame",
         "head_lr": AUTO,
         "freeze_statistics": True,
-        # The root of the linear schedule: near the peak for most of a training, and 0 at its end.
-        "lr_scheduler_type": "polynomial",
-        "lr_scheduler_kwargs": {"power": 0.5, "lr_end": 0.0},
-        "warmup_steps": 0.1,
+        # At its peak for most of a training, and 0 at its end.
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 0.2, "decay_type": "linear"},
+        "warmup_steps": 0.05,
     },
 }
 
@@ -135,11 +135,11 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     Args:
         recipe (`str`, *optional*, defaults to `"paper"`):
             `"recommended"` is ENTAME with a measured learning rate of the head, on running statistics that stand
-            still, with a warm-up over a tenth of the steps and a schedule that falls as the root of the rest, each
-            where it is not given: `entame_method="entame"`, `head_lr="auto"`, `freeze_statistics=True`,
-            `warmup_steps=0.1`, and `lr_scheduler_type="polynomial"` with `lr_scheduler_kwargs={"power": 0.5,
-            "lr_end": 0.0}`. `"paper"` is a constant rate. What [`apply_entame`] was given goes before a recipe's
-            method.
+            still, with a warm-up over a twentieth of the steps and a linear decay over the last fifth, each where it
+            is not given: `entame_method="entame"`, `head_lr="auto"`, `freeze_statistics=True`, `warmup_steps=0.05`,
+            and `lr_scheduler_type="warmup_stable_decay"` with `lr_scheduler_kwargs={"num_decay_steps": 0.2,
+            "decay_type": "linear"}`. `"paper"` is a constant rate. What [`apply_entame`] was given goes before a
+            recipe's method.
         entame_method (`str`, *optional*):
             `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`]. Defaults
             to what [`apply_entame`] was given, and to `"entame"` where it was not called.

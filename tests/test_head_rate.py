@@ -540,6 +540,9 @@ class TestRefusals:
             check_sharding(accelerator, config, 0, measures_head_lr=True)
 
 
+DECAY = {"num_decay_steps": 0.2, "decay_type": "linear"}
+
+
 class TestRecipe:
     def test_the_paper_is_the_default_and_changes_nothing(self, tmp_path):
         args = EntameTrainingArguments(str(tmp_path))
@@ -551,8 +554,8 @@ class TestRecipe:
         )
         assert args.entame_config() == EntameConfig.for_method("entame")
         assert args.freeze_statistics is True
-        assert (args.lr_scheduler_type, args.warmup_steps) == ("polynomial", 0.1)
-        assert args.lr_scheduler_kwargs == {"power": 0.5, "lr_end": 0.0}
+        assert (args.lr_scheduler_type, args.warmup_steps) == ("warmup_stable_decay", 0.05)
+        assert args.lr_scheduler_kwargs == DECAY
         assert len(logged(train(tiny_vit, args))) == 1
 
     @pytest.mark.parametrize(
@@ -572,12 +575,12 @@ class TestRecipe:
     @pytest.mark.parametrize(
         ("given", "expected"),
         [
-            ({"lr_scheduler_type": "cosine"}, ("cosine", None, 0.1)),
-            ({"lr_scheduler_type": "constant"}, ("constant", None, 0.1)),
-            ({"warmup_steps": 0}, ("polynomial", {"power": 0.5, "lr_end": 0.0}, 0)),
-            ({"lr_scheduler_kwargs": {"power": 1.0}}, ("polynomial", {"power": 1.0}, 0.1)),
+            ({"lr_scheduler_type": "cosine"}, ("cosine", None, 0.05)),
+            ({"lr_scheduler_type": "constant"}, ("constant", None, 0.05)),
+            ({"warmup_steps": 0}, ("warmup_stable_decay", DECAY, 0)),
+            ({"lr_scheduler_kwargs": {"num_decay_steps": 1}}, ("warmup_stable_decay", {"num_decay_steps": 1}, 0.05)),
         ],
-        ids=["schedule", "constant", "warm-up", "power"],
+        ids=["schedule", "constant", "warm-up", "decay"],
     )
     def test_a_schedule_that_is_given_goes_before_it_with_its_own_options(self, tmp_path, tiny_vit, given, expected):
         common = {"max_steps": 2, "report_to": "none", "use_cpu": True}

@@ -311,8 +311,8 @@ class TestWriting:
 
     def test_a_recipes_schedule_is_told(self, tmp_path):
         card = card_of(finished(tmp_path, timm_resnet(), recipe="recommended"))
-        assert "| `lr_scheduler_type` | polynomial |" in card.text
-        assert re.search(r"\| `lr_scheduler_kwargs` \| .*'power': 0.5", card.text)
+        assert "| `lr_scheduler_type` | warmup_stable_decay |" in card.text
+        assert re.search(r"\| `lr_scheduler_kwargs` \| .*'num_decay_steps': 0.2", card.text)
 
     def test_one_process_writes(self, tmp_path, tiny_vit, monkeypatch):
         trainer = trainer_of(tmp_path, tiny_vit)

@@ -12,6 +12,7 @@ from reproduction.suite import run_arguments
 from reproduction.suite_file import read_suite
 
 from entame_hf import InputError
+from entame_hf.training_args import RECIPES
 
 SUITE = {
     "models": {"A": "a/model", "B": "b/model"},
@@ -100,12 +101,19 @@ def test_a_rate_that_is_measured_is_another_run_with_another_delta(read, monkeyp
     assert run_arguments(suite.cells()[0].settings).head_lr == "auto"
 
 
-def test_a_recipe_is_what_it_fills_in(read):
-    settings = read(methods={"recommended": {"recipe": "recommended"}}).cells()[0].settings
-    arguments = run_arguments(settings)
-    filled = ("entame_method", "head_lr", "freeze_statistics")
-    assert [getattr(arguments, name) for name in filled] == [settings[name] for name in filled]
-    assert [settings[name] for name in filled] == ["entame", "auto", True]
+def test_a_recipe_is_what_it_fills_in(read, monkeypatch):
+    def settings():
+        return read(methods={"ours": {"recipe": "recommended"}}).cells()[0].settings
+
+    parts = RECIPES["recommended"]
+    arguments = run_arguments(settings())
+    assert {name: getattr(arguments, name) for name in parts} == parts
+    assert {name: settings()[name] for name in parts} == parts
+    assert "recipe" not in settings()
+
+    other = parts | {"lr_scheduler_kwargs": {"num_decay_steps": 0.5}}
+    monkeypatch.setitem(RECIPES, "recommended", other)
+    assert {name: settings()[name] for name in parts} == other
 
 
 def test_methods_may_be_named_only(read):
@@ -176,8 +184,8 @@ def test_a_part_that_is_not_there(read, arguments):
         ("head_rate_models", 7 * 2 * 3 * 3 * 7 * 2),
         ("head_rate_decay", 2 * 4 * 3 * 6),
         ("recipe", 7 * 3 * 3 * 6 * 4),
-        ("recipe_parts", 7 * 3 * 3 * 4 * 4),
-        ("recipe_choice", 3 * 2 * 3 * 12 * 3),
+        ("recipe_parts", 7 * 3 * 3 * 4 * 2),
+        ("recipe_choice", 4 * 2 * 3 * 13 * 3),
     ],
 )
 def test_the_suites_are_whole(name, runs):

@@ -119,10 +119,12 @@ class Suite:
                 arguments = run_arguments(run)
             except InputError as error:
                 raise InputError(f"{self.name}: {model}, {dataset}, {method}: {error}") from error
-            # As they will be used: 1e-4, which YAML takes for a text, is the number, and a recipe is what it fills in.
+            # As they will be used: 1e-4, which YAML takes for a text, is the number, and a recipe is what it fills in:
+            # where that changes, it is another run.
             default = {f.name: f.default for f in fields(HeadArguments) if f.init} | RECIPES["paper"]
             filled = {name: value for name in default if (value := getattr(arguments, name)) != default[name]}
             run = sources | {name: getattr(arguments, name, value) for name, value in run.items()} | filled
+            run.pop("recipe", None)
             if run.get("head_lr") == AUTO:
                 # What is measured follows from it: another δ is another run.
                 run["logit_step"] = LOGIT_STEP
