@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 from matplotlib.colors import to_hex
-from reproduction.recipes import KEEP, RECIPE, behind_table, counts_table, recipes_of, standings_figure
+from reproduction.recipes import (
+    KEEP,
+    RECIPE,
+    behind_table,
+    counts_table,
+    leading,
+    leads_table,
+    recipes_of,
+    standings_figure,
+)
 from reproduction.report import write_report
 from scipy import stats
 from test_report import line, write
@@ -40,7 +49,7 @@ def test_a_recipe_is_compared_with_the_best_of_the_others(cells):
     table = behind_table(cells, "recommended")
     assert "| N, D: keep −10.7 ± " in table
     # Differences of 11, 10, 11, −11, −10 and −11 points, and so of two cells.
-    assert "| +0.0 (2) |" in table
+    assert "| keep | +0.0 (2) |" in leads_table(cells, "recommended")
 
 
 def test_recipes_are_not_compared_with_each_other(group):
@@ -49,6 +58,12 @@ def test_recipes_are_not_compared_with_each_other(group):
     # Behind the other recipe by 3 points, and ahead of what measures nothing.
     assert [row.split(" | ")[2] for row in counts_table(groups).splitlines()[2:]] == ["**1 of 1**"] * 2
     assert "| none |" in behind_table(groups, "recommended")
+
+
+def test_the_recipe_that_leads_is_tested_against_all_others(group):
+    groups = [group(lines_of(FINALS))]
+    assert leading(groups) == "other"
+    assert "| recommended | +3.0 (1) |" in leads_table(groups, "other")
 
 
 @pytest.mark.parametrize("methods", [["keep", "MEI x10"], ["recommended"]], ids=["no-recipe", "nothing-beside-it"])
@@ -68,7 +83,7 @@ def test_seeds_are_no_evidence_for_other_cells(group):
     ]
     # 24 pairs of runs would say p = 2e-6.
     p = stats.ttest_1samp([2.1, 0.1, 1.1], 0).pvalue
-    assert f"| +1.1 ± 2.5, p = {p:.2g} (3) |" in behind_table([group(lines)], "recommended")
+    assert f"| +1.1 ± 2.5, p = {p:.2g} (3) |" in leads_table([group(lines)], "recommended")
 
 
 def test_the_picture_has_a_row_a_cell_and_a_panel_a_setting(cells):
@@ -94,7 +109,9 @@ def test_a_report_of_a_recipe_leads_with_it(tmp_path):
     assert "held against" not in text
 
 
-def test_of_several_recipes_there_are_counts_alone(tmp_path):
+def test_of_several_recipes_the_one_that_leads_is_shown(tmp_path):
     page, *pictures = write_report([write(lines_of(FINALS), tmp_path / "lines")], tmp_path / "out")
-    assert pictures == []
-    assert page.read_text().count("**1 of 1**") == 2
+    assert [picture.name for picture in pictures] == ["overview.png"]
+    text = page.read_text()
+    assert text.count("**1 of 1**") == 2
+    assert "Where other is behind" in text

@@ -60,6 +60,16 @@ def standings(groups: Sequence[Group], recipe: str) -> Iterator[Standing]:
                 yield Standing(group, model, dataset, recipe, ours, found)
 
 
+def leading(groups: Sequence[Group]) -> str:
+    """Name the recipe that is not behind in the most cells, and of such the one that ends highest."""
+
+    def standing(recipe: str) -> tuple[int, float]:
+        found = [*standings(groups, recipe)]
+        return sum(it.reached for it in found), sum(mean(it.ours) for it in found)
+
+    return max(recipes_of(groups), key=standing)
+
+
 def counts_table(groups: Sequence[Group]) -> str:
     """Count for each recipe the cells where it is at or above the best of its peers, one column a setting.
 
@@ -86,15 +96,23 @@ def counts_table(groups: Sequence[Group]) -> str:
 
 
 def behind_table(groups: Sequence[Group], recipe: str) -> str:
-    """Name the cells where a recipe is behind the best of its peers, and test it against `keep` over the cells."""
+    """Name the cells where a recipe is behind the best of its peers."""
     rows = []
-    found = [*standings(groups, recipe)]
     for group in groups:
-        cells = [it for it in found if it.group is group]
-        behind = [_behind(it) for it in cells if not it.reached]
+        cells = [*standings([group], recipe)]
         if cells:
-            rows.append([group.title, "; ".join(behind) or "none", _over_keep(cells)])
-    return markdown(["", "behind", "over keep: points, p (cells)"], rows)
+            rows.append([group.title, "; ".join(_behind(it) for it in cells if not it.reached) or "none"])
+    return markdown(["", "behind"], rows)
+
+
+def leads_table(groups: Sequence[Group], recipe: str) -> str:
+    """Test a recipe's accuracy at the end against each other method over the cells, one row a method.
+
+    Tested are the cells' mean differences: runs of one cell are alike, and no evidence of their own for others.
+    """
+    others = dict.fromkeys(method for group in groups for method in group.methods if method != recipe)
+    rows = [[name_of(method), *(_lead(group, recipe, method) for group in groups)] for method in others]
+    return markdown([f"{recipe} over", *(group.title for group in groups)], rows)
 
 
 def standings_figure(groups: Sequence[Group], recipe: str) -> Figure:
@@ -134,9 +152,9 @@ def _behind(it: Standing) -> str:
     return f"{it.model}, {it.dataset}: {name_of(it.best)}{by}"
 
 
-def _over_keep(cells: Sequence[Standing]) -> str:
-    """Test the mean differences of the cells: runs of one cell are alike, and no evidence of their own for others."""
-    found = {(it.model, it.dataset): paired(it.ours, it.peers.get("keep", {})) for it in cells}
+def _lead(group: Group, recipe: str, method: str) -> str:
+    values = {cell: [group.values(*cell, each, final) for each in (recipe, method)] for cell in group.cells}
+    found = {cell: paired(*both) for cell, both in values.items()}
     differences = {cell: it.difference for cell, it in found.items() if it is not None}
     comparison = paired(differences, dict.fromkeys(differences, 0.0))
     return MISSING if comparison is None else f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"

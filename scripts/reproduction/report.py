@@ -15,7 +15,7 @@ from entame_hf.plots import save_figures
 from . import deltas, head_rates, tables
 from .figures import model_figures, overview, styles_of
 from .findings import findings, provenance
-from .recipes import behind_table, counts_table, recipes_of, standings_figure
+from .recipes import behind_table, counts_table, leading, leads_table, recipes_of, standings_figure
 from .runs import Group, groups_of, read_runs, varied_settings
 
 INTRODUCTION = """\
@@ -66,10 +66,15 @@ paired by seed; then the mean accuracies over these cells.
 {table}
 """
 BEHIND = """\
-Where {recipe} is behind, and by how many percentage points. Over *keep*, the t-test is one of the cells' mean
-differences, one number a cell, with their 95 % confidence interval: more seeds of a cell say nothing of other cells.
+Where {recipe} is behind, and by how many percentage points:
 
-{table}
+{behind}
+
+{recipe} over each other method in accuracy at the end, in percentage points: the mean over cells of the differences
+paired by seed, with its 95 % confidence interval, the p-value of its t-test, and the number of cells. One number a
+cell is tested: more seeds of a cell say nothing of other cells.
+
+{leads}
 """
 RULE = """\
 Accuracy at the end with the rate that the rule measured (`head_lr: auto`), beside the best of the rates that were set;
@@ -108,9 +113,8 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
     groups = groups_of(compared, varied, beside={"head_lr", "logit_step"})
     curves = groups_of(points, varied, beside={"head_lr", "logit_step", "learning_rate"})
     figures: dict[str, Figure | None] = {}
-    recipes = recipes_of(groups)
-    if recipes:
-        shown = [_recipes(groups, recipes, figures), READING]
+    if recipes_of(groups):
+        shown = [_recipes(groups, figures), READING]
         body = ["\n\n".join([_heading(group), *_accuracies(group)]) for group in groups]
     else:
         shown = _shown(groups, figures) if groups else []
@@ -133,15 +137,19 @@ def _shown(groups: list[Group], figures: dict[str, Figure | None]) -> list[str]:
     return [picture, "## What the lines show", _list(findings(groups)), FINDINGS, READING + READING_OF_ENTAME]
 
 
-def _recipes(groups: list[Group], recipes: list[str], figures: dict[str, Figure | None]) -> str:
-    """Put recipes beside their peers, and one that is alone more closely."""
-    parts = ["## Recipes", RECIPES.format(table=counts_table(groups)).strip()]
-    if len(recipes) == 1:
-        (recipe,) = recipes
-        text = f"Accuracy at the end of {recipe} and of other methods"
-        parts.insert(0, _picture(figures, standings_figure(groups, recipe), text, "overview"))
-        parts.append(BEHIND.format(recipe=recipe, table=behind_table(groups, recipe)).strip())
-    return "\n\n".join(parts)
+def _recipes(groups: list[Group], figures: dict[str, Figure | None]) -> str:
+    """Put recipes beside their peers, and the one that stands best more closely."""
+    recipe = leading(groups)
+    text = f"Accuracy at the end of {recipe} and of other methods"
+    closely = BEHIND.format(recipe=recipe, behind=behind_table(groups, recipe), leads=leads_table(groups, recipe))
+    return "\n\n".join(
+        [
+            _picture(figures, standings_figure(groups, recipe), text, "overview"),
+            "## Recipes",
+            RECIPES.format(table=counts_table(groups)).strip(),
+            closely.strip(),
+        ]
+    )
 
 
 def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, dict[str, Any]]) -> str:
