@@ -363,6 +363,20 @@ def test_running_out_of_memory_is_tried_again(tmp_path, tiny_vit):
     assert trainer.state.global_step == 3
 
 
+def test_one_process_uses_one_of_several_gpus(tmp_path, tiny_vit, caplog):
+    args = arguments(tmp_path, max_steps=1)
+    # As transformers counts them where nothing has launched the process.
+    args._n_gpu = 2
+    trainer = EntameTrainer(tiny_vit, args, train_dataset=RandomImages(64))
+    assert "Using one of 2 GPUs" in caplog.text
+    assert "accelerate launch your_script.py" in caplog.text
+    kinds = []
+    tiny_vit.register_forward_pre_hook(lambda *_: kinds.append(type(trainer.model_wrapped)))
+    trainer.train()
+    assert kinds == [type(tiny_vit)]
+    assert trainer.get_train_dataloader().batch_sampler.batch_size == args.per_device_train_batch_size
+
+
 def test_evaluation_drops_no_image(tmp_path, tiny_vit):
     args = arguments(tmp_path, dataloader_drop_last=True, per_device_eval_batch_size=16)
     trainer = EntameTrainer(tiny_vit, args, train_dataset=RandomImages(40), eval_dataset=RandomImages(22))
