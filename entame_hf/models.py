@@ -172,9 +172,10 @@ def as_transformers(model: nn.Module) -> Any:
 
 
 def _likely_arguments(model: Any) -> list[dict[str, Any]]:
-    """List what `timm.create_model` may have been given: it leaves no trace but the model's shape."""
-    image_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    return [{}] if image_size is None else [{}, {"img_size": list(image_size)}]
+    """List what `timm.create_model` may have been given: it leaves no trace but in layers made for one image size."""
+    sizes = (getattr(module, "img_size", None) for module in model.modules())
+    size = next((size for size in sizes if size is not None), None)
+    return [{}] if size is None else [{}, {"img_size": list(size) if isinstance(size, tuple) else size}]
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

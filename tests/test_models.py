@@ -1,7 +1,7 @@
 import pytest
 import timm
 import torch
-from transformers import TimmWrapperForImageClassification
+from transformers import AutoModelForImageClassification, TimmWrapperForImageClassification
 
 from entame_hf.models import as_transformers
 
@@ -25,9 +25,17 @@ def test_wrapping_draws_no_random_number():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_another_image_size_is_recorded():
-    wrapper = as_transformers(timm.create_model("test_vit", num_classes=7, img_size=32))
-    assert wrapper.config.model_args == {"img_size": [32, 32]}
+@pytest.mark.parametrize(
+    ("name", "size", "recorded"),
+    [("test_vit", 32, [32, 32]), ("mixer_s32_224", 64, [64, 64]), ("efficientvit_m0", 128, 128)],
+)
+def test_another_image_size_is_recorded(tmp_path, name, size, recorded):
+    wrapper = as_transformers(timm.create_model(name, num_classes=7, img_size=size))
+    assert wrapper.config.model_args == {"img_size": recorded}
+    wrapper.save_pretrained(tmp_path)
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path)
+    images = torch.randn(2, 3, size, size)
+    assert torch.equal(loaded.eval()(images).logits, wrapper.eval()(images).logits)
 
 
 def test_other_models_pass_through(tiny_vit):
