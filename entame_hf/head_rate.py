@@ -82,10 +82,10 @@ class HeadRates(TrainerCallback):
     | optimizer | D | rate |
     |---|---|---|
     | Adam and its kin | about ±1 each, whatever the gradient's size, so that abs(Dx) ≤ ‖x‖₁ | δ / E‖x‖₁ |
-    | `torch.optim.SGD` | the gradient G; (1 + momentum) G with Nesterov's | δ / E abs(Gx) |
+    | `torch.optim.SGD` | G / (1 − momentum), G being the gradient | δ (1 − momentum) / E abs(Gx) |
 
-    Adam's steps stay as large as the first, which is why theirs is a bound. SGD's shrink with the gradient, the first
-    being the largest before momentum gathers, so that its own reach is what counts.
+    Adam's steps are as large whatever the gradient, which is why theirs is a bound. SGD's follow it, so that its own
+    reach is what counts, times what momentum makes of a gradient that stays.
 
     Measured is the first optimizer step, over all its micro-batches and processes, before it is taken; G before it is
     clipped, and over all classes. A step that fp16's scaler skips leaves it to the next. The rate is the peak of the
@@ -99,7 +99,7 @@ class HeadRates(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        # What SGD's first step takes of the gradient; None for Adam and its kin.
+        # What SGD's steps come to of a gradient that stays; None for Adam and its kin.
         self._share: float | None = None
         # Of each head, what it has read in the micro-batches of a step of SGD: their gradient comes afterwards.
         self._read_before: dict[int, list[Tensor]] = {}
@@ -253,10 +253,12 @@ def _split_groups(optimizer: Any, heads: list[Head]) -> None:
 
 
 def _share_of_gradient(optimizer: Any) -> float | None:
-    """Tell what SGD's first step takes of the gradient; None for Adam and its kin, whose steps do not grow with it."""
+    """Tell what SGD's steps come to of a gradient that stays; None for Adam and its kin, which ignore its size."""
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     if isinstance(inner, SGD):
-        return 1.0 + float(inner.defaults["momentum"]) * bool(inner.defaults["nesterov"])
+        momentum, dampening = (float(inner.defaults[name]) for name in ("momentum", "dampening"))
+        # torch does not dampen the first step.
+        return max(1.0, (1.0 - dampening) / (1.0 - momentum)) if momentum < 1 else math.inf
     if "betas" in inner.defaults:
         return None
     raise InputError(

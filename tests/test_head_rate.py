@@ -29,7 +29,7 @@ from entame_hf import (
 from entame_hf.checkpoint import saved_record
 from entame_hf.cli import OptionParser
 from entame_hf.distributed import check_sharding
-from entame_hf.head_rate import LOGIT_STEP, MARK, feature_norms
+from entame_hf.head_rate import LOGIT_STEP, MARK, _share_of_gradient, feature_norms
 from entame_hf.patch import applied_config
 from entame_hf.training_args import HeadArguments
 
@@ -119,6 +119,8 @@ OPTIMIZERS = {
     "sgd-momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
     "sgd-nesterov": {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"},
 }
+# What the first step is of one that a gradient that stays comes to.
+FIRST = {"sgd-momentum": 0.1, "sgd-nesterov": 0.19}
 
 
 class TestHowFarAStepMovesALogit:
@@ -126,7 +128,7 @@ class TestHowFarAStepMovesALogit:
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_by_delta_where_features_tell_classes_apart(self, tmp_path, optimizer, scale, width):
         moved, _ = first_step(tmp_path, two_clusters(width, scale), 2, **OPTIMIZERS[optimizer])
-        assert moved.mean().item() == pytest.approx(LOGIT_STEP, rel=0.1)
+        assert moved.mean().item() == pytest.approx(LOGIT_STEP * FIRST.get(optimizer, 1), rel=0.1)
 
     @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
     def test_by_delta_over_normalised_features(self, tmp_path, optimizer):
@@ -166,6 +168,28 @@ class TestHowFarAStepMovesALogit:
 
 
 class TestRule:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"momentum": 0.9},
+            {"momentum": 0.9, "nesterov": True},
+            {"momentum": 0.9, "dampening": 0.5},
+            {"momentum": 0.9, "dampening": 0.9},
+        ],
+        ids=["plain", "momentum", "nesterov", "dampened", "averaged"],
+    )
+    def test_what_sgd_makes_of_a_gradient_that_stays(self, options):
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        optimizer = torch.optim.SGD([weight], lr=1.0, **options)
+        steps = []
+        for _ in range(300):
+            before = weight.item()
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            steps.append(before - weight.item())
+        assert _share_of_gradient(optimizer) == pytest.approx(max(steps))
+
     def test_adam(self):
         features = torch.tensor([[1.0, -2.0], [0.0, 5.0]])
         assert feature_norms(features).tolist() == [3, 5]
