@@ -47,6 +47,22 @@ def test_head_rates_are_drawn_where_they_were_measured(read):
     )
 
 
+def test_bands_end_where_accuracies_do_and_stars_are_explained_where_there_are_some(read):
+    def drawn(measured):
+        lines = [
+            line("mei", seed, final=final, settings={"head_lr": rate}, **({"head_lr": 1e-3} if rate == "auto" else {}))
+            for rate in (1e-4, 1e-2, *(["auto"] if measured else []))
+            for seed, final in enumerate((1.0, 0.7))
+        ]
+        (group,) = groups_of(split(read(lines))[1], {})
+        return head_rate_curves(group, "M", "D")
+
+    with_rule, without = drawn(True), drawn(False)
+    assert [axes.get_ylim()[1] for axes in without.axes][-1] == 1
+    labels = [[text.get_text() for text in figure.legends[0].get_texts()] for figure in (with_rule, without)]
+    assert ["the rule's choice" in each for each in labels] == [True, False]
+
+
 def test_the_rule_is_compared_with_the_best_rate_that_was_set(read):
     rows = rule_table(groups_of(split(read(rates()))[1], {})).splitlines()[2:]
     # The best rate set is 1e-3 in both seeds; the rule measured twice and four times that.

@@ -84,8 +84,13 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
         axes.set_title(f"base rate {short(base)}")
     for axes in panels[-1]:
         axes.set_xlabel("learning rate of the head")
+    for axes in panels[:, 0]:
+        # A band may go beyond what an accuracy can be.
+        low, high = axes.get_ylim()
+        axes.set_ylim(max(low, 0), min(high, 1))
     handles = {name: handles[name] for name in in_order(handles)}
-    handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", markersize=13, **STAR)
+    if any(run.head_lr is not None for runs in bases.values() for run in runs):
+        handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", markersize=13, **STAR)
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
     figure.suptitle(", ".join(filter(None, (f"{model} on {dataset}", plain(group.title)))))
     columns = min(len(handles), 2 * len(bases))
