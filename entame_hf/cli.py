@@ -35,7 +35,7 @@ def run_script(main: Callable[[list[str]], object]) -> None:
         say_once(f"{name}: error: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
-        print("\nInterrupted. If a checkpoint was saved, go on from it with --resume_from_checkpoint last.", file=sys.stderr)
+        print("\nInterrupted. Go on from a saved checkpoint with --resume_from_checkpoint last.", file=sys.stderr)
         sys.exit(130)
     if dist.is_initialized():
         # Threads of gloo that still run when Python ends would abort the process.

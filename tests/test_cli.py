@@ -17,7 +17,7 @@ from entame_hf.distributed import say_once
     [
         (InputError("No data.\n Give some."), 2, "tool.py: error: No data. Give some.\n"),
         (RunError("No space.\nMake room."), 1, "tool.py: error: No space.\nMake room.\n"),
-        (KeyboardInterrupt(), 130, "\nInterrupted. If a checkpoint was saved, go on from it with "),
+        (KeyboardInterrupt(), 130, "\nInterrupted. Go on from a saved checkpoint with "),
     ],
     ids=["input", "run", "interrupted"],
 )
