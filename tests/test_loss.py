@@ -154,11 +154,11 @@ class TestLowPrecision:
         assert loss == pytest.approx(math.log(10), abs=1e-5)
 
     def test_smoothed_labels_stay_so(self, tmp_path, tiny_vit):
-        options = {"label_smoothing_factor": 0.5, "entame_method": "base"}
+        options = {"label_smoothing_factor": 0.9, "entame_method": "base"}
         losses = [self.first_loss(tmp_path, copy.deepcopy(tiny_vit), bf16=bf16, **options) for bf16 in (False, True)]
         assert losses[1] == pytest.approx(losses[0], rel=0.005)
         unsmoothed = self.first_loss(tmp_path, copy.deepcopy(tiny_vit), bf16=True, entame_method="base")
-        assert unsmoothed != pytest.approx(losses[0], rel=0.02)
+        assert abs(unsmoothed - losses[0]) > 0.03 * losses[0]
 
     @pytest.mark.parametrize("given", [False, True], ids=["written", "given"])
     def test_a_loss_of_the_models_own_stays(self, tmp_path, tiny_vit, given):

@@ -153,8 +153,7 @@ def _behind(it: Standing) -> str:
 
 
 def _lead(group: Group, recipe: str, method: str) -> str:
-    values = {cell: [group.values(*cell, each, final) for each in (recipe, method)] for cell in group.cells}
-    found = {cell: paired(*both) for cell, both in values.items()}
+    found = {cell: compare(group, *cell, recipe, method, final) for cell in group.cells}
     differences = {cell: it.difference for cell, it in found.items() if it is not None}
     comparison = paired(differences, dict.fromkeys(differences, 0.0))
     return MISSING if comparison is None else f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"
