@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import train as worker
+from conftest import launch_by
 from evaluate_all import WEIGHTS
 from hub_server import HubServer
 from torch.nn.functional import cross_entropy
@@ -72,7 +73,9 @@ def train_all(folder: Path, processes: int, runs: dict[str, dict]) -> dict[str, 
     for name, options in runs.items():
         resume = {"resume": str(folder / options["resume"])} if "resume" in options else {}
         given.append((str(folder / name), json.dumps({**options, **batch, **resume})))
-    result = launch(processes, str(WORKER), *chain(*given))
+    # As README has it for CPUs.
+    how = ["--num_processes", str(processes), str(WORKER)]
+    result = launch_by("cpu", *how, *chain(*given), timeout=180, OMP_NUM_THREADS="1")
     assert result.returncode == 0, result.stderr[-3000:]
     return {name: states(folder / name, processes) for name in runs}
 
