@@ -257,8 +257,13 @@ def _share_of_gradient(optimizer: Any) -> float | None:
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     if isinstance(inner, SGD):
         momentum, dampening = (float(inner.defaults[name]) for name in ("momentum", "dampening"))
+        if momentum >= 1:
+            raise InputError(
+                f'head_lr="auto" knows no rate for momentum={momentum:g}, with which steps grow for ever. Give less, '
+                "such as 0.9, or the rate, such as head_lr=1e-3."
+            )
         # torch does not dampen the first step.
-        return max(1.0, (1.0 - dampening) / (1.0 - momentum)) if momentum < 1 else math.inf
+        return max(1.0, (1.0 - dampening) / (1.0 - momentum))
     if "betas" in inner.defaults:
         return None
     raise InputError(

@@ -527,6 +527,10 @@ class TestRefusals:
             train(copy.deepcopy(tiny_vit), arguments(tmp_path, optim=optimizer))
         train(tiny_vit, arguments(tmp_path, optim=optimizer, head_lr=1e-3))
 
+    def test_a_momentum_that_forgets_nothing(self, tmp_path, tiny_vit):
+        with pytest.raises(InputError, match=r"momentum=1, with which steps grow for ever\. Give less, such as 0\.9"):
+            train(tiny_vit, arguments(tmp_path, optim="sgd", optim_args="momentum=1.0"))
+
     @pytest.mark.parametrize(("factor", "norm"), [(0, "0.0"), (math.nan, "nan"), (math.inf, "inf")])
     def test_features_from_which_no_rate_follows(self, tmp_path, factor, norm):
         data = two_clusters(32)
