@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from reproduction.deltas import CANDIDATES, delta_table, regrets
 from reproduction.head_rates import head_rate_curves, rule_table, split
+from reproduction.one_rate import methods_of, one_rate_figure, one_rate_table
 from reproduction.report import write_report
 from reproduction.runs import groups_of, varied_settings
 from test_report import line, write
@@ -148,3 +149,63 @@ def test_rates_that_vary_are_curves_and_no_columns(tmp_path):
     page, *pictures = write_report([write(lines, tmp_path / "lines")], tmp_path / "out")
     assert "head-rates_m_d.png" in {picture.name for picture in pictures}
     assert "| E | MEI | keep |" in page.read_text()
+
+
+BEST = {"M": 1e-4, "N": 1e-3, "O": 1e-2}
+
+
+def rates_best_by_model(chosen, models=("M", "N", "O")):
+    """Runs whose accuracy falls by 10 points for each factor of ten that their head's rate is off the model's best."""
+    for model, rate in product(models, [1e-4, 1e-3, 1e-2, "auto"]):
+        used = chosen(model) if rate == "auto" else rate
+        measured = {"head_lr": used} if rate == "auto" else {}
+        final = 0.9 - 0.1 * abs(math.log10(used / BEST[model]))
+        yield line("entame", 0, model, "D", final, settings={"head_lr": rate}, **measured)
+
+
+def curves_of(runs):
+    return groups_of(split(runs)[1], varied_settings(runs), beside={"head_lr", "logit_step", "learning_rate"})
+
+
+def test_the_rule_is_held_against_one_rate_for_all_models(read):
+    # Of the rates for all, 1e-3 is best: 80, 90 and 80. The rule is off by a factor of ten for O alone.
+    lines = rates_best_by_model(lambda model: min(BEST[model], 1e-3))
+    header, _, row = one_rate_table(curves_of(read(lines))).splitlines()
+    assert (
+        header
+        == "| base rate | method | 1e-4 | 1e-3 | 0.01 | the rule's | over the best one rate | each cell's best |"
+    )
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:5] == ["1e-4", "ENTAME", "80.0", "83.3", "80.0"]
+    assert cells[5] == "86.7, at 1.0e-4 to 1.0e-3"
+    # Differences of 10, 0 and 0 points: mean 10/3, and a standard error as large; t with two degrees of freedom.
+    assert cells[6] == "+3.3 ± 14.3, p = 0.42 (3)"
+    assert cells[7] == "90.0"
+
+
+def test_one_rate_for_two_cells_says_nothing(read):
+    assert one_rate_table(curves_of(read(rates_best_by_model(BEST.get, models=["M", "N"])))) == ""
+
+
+def test_models_are_drawn_with_the_rates_that_the_rule_chose_for_them(read):
+    (group,) = curves_of(read(rates_best_by_model(BEST.get)))
+    assert methods_of(group) == ["ENTAME"]
+    _, final = one_rate_figure(group, "ENTAME").axes
+    stars = sorted(tuple(each.get_xydata()[0]) for each in final.get_lines() if each.get_marker() == "*")
+    np.testing.assert_allclose(stars, [(rate, 0.9) for rate in sorted(BEST.values())])
+    curves = [each.get_xydata() for each in final.get_lines() if each.get_marker() == "o"]
+    np.testing.assert_allclose(curves[0], [[1e-4, 0.9], [1e-3, 0.8], [1e-2, 0.7]])
+    assert final.get_xscale() == "log"
+    (alone,) = curves_of(read(rates_best_by_model(BEST.get, models=["M"])))
+    assert one_rate_figure(alone, "ENTAME") is None
+
+
+def test_a_report_shows_all_models_and_claims_nothing_of_one_seed(tmp_path):
+    results = write(rates_best_by_model(BEST.get), tmp_path / "results.jsonl")
+    page, *pictures = write_report([results], tmp_path / "report")
+    text = page.read_text()
+    assert "One rate for all cells" in text
+    assert "![Accuracy of all models over the learning rate of the head: ENTAME](all-models_entame.png)" in text
+    assert "all-models_entame.png" in {picture.name for picture in pictures}
+    rows = [row for row in text.splitlines() if row.startswith(("| M, D", "| N, D", "| O, D"))]
+    assert [row.split(" | ")[-1] for row in rows] == ["– |"] * 3

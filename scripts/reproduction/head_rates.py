@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from entame_hf.plots.drawing import draw_groups
 from .figures import STYLES, plain
 from .runs import Group, Run, name_of, short
 from .statistics import within_one_error
-from .tables import final, markdown, mean, spread
+from .tables import MISSING, final, markdown, mean, spread
 
 MEASURES: dict[str, Callable[[Run], float | None]] = {
     "mean of the first 10 steps": lambda run: run.early,
@@ -26,6 +26,7 @@ MEASURES: dict[str, Callable[[Run], float | None]] = {
 }
 
 STAR: dict[str, Any] = {"marker": "*", "markerfacecolor": "none", "markeredgewidth": 1.5}
+RULE = {"the rule's choice": Line2D([], [], color="0.3", linestyle="", markersize=13, **STAR)}
 
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
@@ -72,30 +73,46 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
     rates = {head_rate(run) for runs in bases.values() for run in runs if run.settings.get("head_lr") != "auto"}
     if len(rates) < 2:
         return None
-    figure = Figure(figsize=(1.2 + 3.4 * len(bases), 6), dpi=120, layout="constrained")
-    panels = figure.subplots(len(MEASURES), len(bases), sharex=True, sharey="row", squeeze=False)
+    figure, panels = panels_by_base([*bases])
     handles: dict[str, Line2D] = {}
-    for row, (label, measure) in zip(panels, MEASURES.items(), strict=True):
-        row[0].set_ylabel(f"accuracy\n{label}")
+    for row, measure in zip(panels, MEASURES.values(), strict=True):
         for axes, (base, runs) in zip(row, bases.items(), strict=True):
             handles |= _panel(axes, runs, measure)
             axes.axvline(base, color="0.6", linewidth=1, linestyle=":", zorder=0)
-    for axes, base in zip(panels[0], bases, strict=True):
-        axes.set_title(f"base rate {short(base)}")
-    for axes in panels[-1]:
-        axes.set_xlabel("learning rate of the head")
     for axes in panels[:, 0]:
         # A band may go beyond what an accuracy can be.
         low, high = axes.get_ylim()
         axes.set_ylim(max(low, 0), min(high, 1))
     handles = {name: handles[name] for name in in_order(handles)}
     if any(run.head_lr is not None for runs in bases.values() for run in runs):
-        handles["the rule's choice"] = Line2D([], [], color="0.3", linestyle="", markersize=13, **STAR)
+        handles |= RULE
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
-    figure.suptitle(", ".join(filter(None, (f"{model} on {dataset}", plain(group.title)))))
-    columns = min(len(handles), 2 * len(bases))
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False)
+    finish(figure, f"{model} on {dataset}", group, handles, 2 * len(bases))
     return figure
+
+
+def panels_by_base(bases: Sequence[float]) -> tuple[Figure, Any]:
+    """Make a figure of a row a measure and a column a base rate, for accuracies over the learning rate of the head."""
+    figure = Figure(figsize=(1.2 + 3.4 * len(bases), 6), dpi=120, layout="constrained")
+    panels = figure.subplots(len(MEASURES), len(bases), sharex=True, sharey="row", squeeze=False)
+    for axes, label in zip(panels[:, 0], MEASURES, strict=True):
+        axes.set_ylabel(f"accuracy\n{label}")
+    for axes, base in zip(panels[0], bases, strict=True):
+        axes.set_title(f"base rate {short(base)}")
+    for axes in panels[-1]:
+        axes.set_xlabel("learning rate of the head")
+    return figure, panels
+
+
+def finish(figure: Figure, title: str, group: Group, handles: Mapping[str, Line2D], columns: int) -> None:
+    """Scale the axes of what was drawn; write the legend, and the title with what a group's runs have in common."""
+    for axes in figure.axes:
+        axes.set_xscale("log")
+        axes.grid(alpha=0.3)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    figure.suptitle(", ".join(filter(None, (title, plain(group.title)))))
+    columns = min(len(handles), columns)
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def rule_table(groups: Sequence[Group]) -> str:
@@ -120,7 +137,8 @@ def rule_table(groups: Sequence[Group]) -> str:
                             name,
                             f"{spread(fixed)} at {short(best)}",
                             f"{spread(rule)} at {short(middle(rate for rate, _ in chosen[name].values()))}",
-                            "yes" if within_one_error(fixed, rule) else "no",
+                            # One seed has no error.
+                            MISSING if len(rule) < 2 else "yes" if within_one_error(fixed, rule) else "no",
                         ]
                     )
     header = ["", "base rate", "method", "best rate set", "the rule's", "within one standard error"]
@@ -165,9 +183,6 @@ def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | Non
         # One within the other where they coincide.
         style = STAR | {"color": STYLES.get(name, {}).get("color", "0.3"), "markersize": max(6, 18 - 5 * place)}
         axes.errorbar(middle(rates), values.mean(), bar, zorder=5, **style)
-    axes.set_xscale("log")
-    axes.grid(alpha=0.3)
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from entame_hf import InputError
 from entame_hf.plots import save_figures
 
-from . import deltas, head_rates, tables
+from . import deltas, head_rates, one_rate, tables
 from .figures import model_figures, overview, styles_of
 from .findings import findings, provenance
 from .recipes import behind_table, counts_table, leading, leads_table, recipes_of, standings_figure
@@ -89,6 +89,14 @@ what each δ costs in accuracy at the end, in percentage points: the best mean o
 mean at the δ's rate, interpolated linearly in log(rate). Each row has the mean over its settings (model, data set,
 base rate and method), the largest, and their number. A setting where the δ's rate lies outside of those that were set
 is left out, so compare columns of equal numbers.
+
+{table}
+"""
+ONE_RATE = """\
+One rate for all cells, beside a rate of its own for each, measured by the rule: accuracy at the end, the mean over the
+cells of a base rate and method. Then by how much the rule's is over the best of those columns, in percentage points
+and paired by cell, with its 95 % confidence interval, the p-value of its t-test, and the number of cells; and the mean
+of each cell's best rate set. Both bests are read off the same runs, which favours them.
 
 {table}
 """
@@ -190,9 +198,16 @@ def _accuracies(group: Group, verdicts: bool = False) -> list[str]:
 def _head_rates(curves: list[Group], figures: dict[str, Figure | None]) -> str:
     rule = head_rates.rule_table(curves)
     parts = [RULE.format(table=rule).strip()] if rule else []
+    single = one_rate.one_rate_table(curves)
+    parts += [ONE_RATE.format(table=single).strip()] if single else []
     costs = deltas.delta_table(curves)
     parts += [DELTAS.format(table=costs).strip()] if costs else []
     for group in curves:
+        for method in one_rate.methods_of(group):
+            figure = one_rate.one_rate_figure(group, method)
+            if figure is not None:
+                text = f"Accuracy of all models over the learning rate of the head: {method}"
+                parts.append(_picture(figures, figure, text, "all_models", group.title, method))
         for model, dataset in group.cells:
             figure = head_rates.head_rate_curves(group, model, dataset)
             if figure is not None:
