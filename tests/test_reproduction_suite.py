@@ -185,7 +185,7 @@ def test_a_part_that_is_not_there(read, arguments):
         ("head_rate_decay", 2 * 4 * 3 * 6),
         ("recipe", 7 * 3 * 3 * 6 * 4),
         ("recipe_parts", 7 * 3 * 3 * 4 * 2),
-        ("recipe_sgd", 6 * 3 * 2 * 6 * 2),
+        ("recipe_sgd", 7 * 3 * 2 * 6 * 2),
         ("recipe_choice", 4 * 2 * 3 * 13 * 3),
     ],
 )
