@@ -321,6 +321,16 @@ def write(lines, file):
     return file
 
 
+def test_a_report_of_other_methods_says_nothing_of_entame(tmp_path):
+    lines = suite(["Net"], ["D"], methods=["stays", "falls"])
+    page, *pictures = write_report([write(lines, tmp_path / "lines")], tmp_path / "out")
+    introduction, _, rest = page.read_text().partition("\n## ")
+    assert "ENTAME" in introduction
+    assert "ENTAME" not in rest
+    assert "### Methods beside each other" in rest
+    assert [picture.name for picture in pictures] == ["peers_net.png"]
+
+
 def test_the_same_lines_in_any_order_give_the_same_bytes(tmp_path):
     lines = suite(["Net 2", "Net 10"], ["D"])
     np.random.default_rng(1).shuffle(shuffled := list(lines))
@@ -390,11 +400,10 @@ def test_the_more_cells_are_counted_the_more_it_takes_to_be_ahead(read):
     assert "ahead in **0 of 2** cells" in findings(groups_of(read(lines), {}))[2]
 
 
-def test_a_report_without_entame_or_of_one_seed_says_what_it_can(tmp_path):
-    page, *_ = write_report([write(suite(["M"], ["D"], ["keep", "LP-FT"]), tmp_path / "lines")], tmp_path / "peers")
-    assert "no cell has three seeds of both" in page.read_text()
+def test_a_report_of_one_seed_says_what_it_can(tmp_path):
     page, *_ = write_report([write([line()], tmp_path / "lines")], tmp_path / "one")
     assert "90.0 (1)" in page.read_text()
+    assert "no cell has three seeds of both" in page.read_text()
 
 
 OLD = {"method": "base", "seed": 0, "accuracy_by_step": [0.1], "learning_rate": 1e-4}

@@ -140,7 +140,9 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
 
 
 def _shown(groups: list[Group], figures: dict[str, Figure | None]) -> list[str]:
-    """Draw the first glance, and say what the lines show."""
+    """Draw the first glance, and say what the lines show of ENTAME, where they have it."""
+    if not any("entame" in group.methods for group in groups):
+        return [READING]
     picture = _picture(figures, overview(groups[0], styles_of(groups)), "Accuracy over the steps", "overview")
     return [picture, "## What the lines show", _list(findings(groups)), FINDINGS, READING + READING_OF_ENTAME]
 
@@ -172,6 +174,8 @@ def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, 
     parts += ["### Steps to where others end", steps] if steps else []
     drawn = {model: model_figures(group, model, styles) for model in group.models}
     for kind, heading in PICTURES.items():
+        if kind == "peers" and "entame" not in group.methods:
+            heading = "Methods beside each other"
         pictures = [
             _picture(figures, figure, f"{heading}: {model}", kind, group.title, model)
             for model in group.models
