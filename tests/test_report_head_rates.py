@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from reproduction.deltas import CANDIDATES, delta_table, regrets
 from reproduction.head_rates import head_rate_curves, rule_table, split
-from reproduction.one_rate import methods_of, one_rate_figure, one_rate_table
+from reproduction.one_rate import methods_of, methods_table, one_rate_figure, one_rate_table
 from reproduction.report import write_report
 from reproduction.runs import groups_of, varied_settings
 from test_report import line, write
@@ -185,6 +185,22 @@ def test_the_rule_is_held_against_one_rate_for_all_models(read):
 
 def test_one_rate_for_two_cells_says_nothing(read):
     assert one_rate_table(curves_of(read(rates_best_by_model(BEST.get, models=["M", "N"])))) == ""
+
+
+def test_methods_are_compared_where_each_has_the_rules_rate(read):
+    # At the rule's rates, ENTAME ends at 90 in all three, and MEI at 88, 87 and 86; one more cell is ENTAME's alone.
+    lines = [
+        line(method, 0, model, "D", final, settings={"head_lr": rate}, head_lr=1e-3)
+        for method, finals in {"entame": [0.9] * 4, "mei": [0.88, 0.87, 0.86]}.items()
+        for model, final in zip("MNOP", finals, strict=False)
+        for rate in (1e-4, "auto")
+    ]
+    header, _, first, end = methods_table(curves_of(read(lines))).splitlines()
+    assert header == "| base rate | accuracy | over MEI |"
+    assert first == "| 1e-4 | mean of the first 10 steps | +0.0 ± 0.0, p = 1 (3) |"
+    # A standard deviation of 1 over three cells: an error of 1/√3, times t's 4.303.
+    assert end == "| 1e-4 | at the end | +3.0 ± 2.5, p = 0.035 (3) |"
+    assert methods_table(curves_of(read(rates_best_by_model(BEST.get)))) == ""
 
 
 def test_models_are_drawn_with_the_rates_that_the_rule_chose_for_them(read):

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from entame_hf.plots.drawing import COLOURS, DASHES
 
 from .head_rates import MEASURES, RULE, STAR, by_base, by_rate, finish, in_order, middle, panels_by_base
-from .runs import Group, natural, short
+from .runs import Group, name_of, natural, short
 from .statistics import LEAST_SEEDS, paired
 from .tables import MISSING, Measure, difference, final, markdown, mean, p_value
 
@@ -64,6 +64,34 @@ def one_rate_table(groups: Sequence[Group]) -> str:
             )
     header = ["base rate", "method", *map(short, columns), "the rule's", "over the best one rate", "each cell's best"]
     return markdown(header, rows) if rows else ""
+
+
+def methods_table(groups: Sequence[Group]) -> str:
+    """Compare ENTAME with other methods where each has the rate that the rule chose.
+
+    Returns:
+        `str`: a table of differences over cells, one row a base rate and measure; or nothing where ENTAME and another
+        method share fewer than three cells.
+    """
+    entame = name_of("entame")
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for group in groups:
+        for label, of in MEASURES.items():
+            sweeps = _sweeps(group, of)
+            for base, method in sweeps:
+                # Accuracies in percent.
+                ours, others = (
+                    {cell: 100 * sweep.value for cell, sweep in sweeps.get((base, name), {}).items()}
+                    for name in (entame, method)
+                )
+                comparison = paired(ours, others)
+                if method != entame and comparison is not None and comparison.n >= LEAST_SEEDS:
+                    setting = ", ".join(filter(None, (short(base), group.title)))
+                    text = f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"
+                    found.setdefault((setting, label), {})[method] = text
+    methods = in_order({method for row in found.values() for method in row})
+    rows = [[*labels, *(row.get(method, MISSING) for method in methods)] for labels, row in found.items()]
+    return markdown(["base rate", "accuracy", *(f"over {method}" for method in methods)], rows) if rows else ""
 
 
 def one_rate_figure(group: Group, method: str) -> Figure | None:

@@ -100,6 +100,11 @@ of each cell's best rate set. Both bests are read off the same runs, which favou
 
 {table}
 """
+METHODS = """\
+ENTAME over other methods where each has the rule's rate, in percentage points and paired by cell, as above:
+
+{table}
+"""
 
 
 def write_report(results: list[Path], output: Path) -> list[Path]:
@@ -204,6 +209,8 @@ def _head_rates(curves: list[Group], figures: dict[str, Figure | None]) -> str:
     parts = [RULE.format(table=rule).strip()] if rule else []
     single = one_rate.one_rate_table(curves)
     parts += [ONE_RATE.format(table=single).strip()] if single else []
+    beside = one_rate.methods_table(curves)
+    parts += [METHODS.format(table=beside).strip()] if beside else []
     costs = deltas.delta_table(curves)
     parts += [DELTAS.format(table=costs).strip()] if costs else []
     for group in curves:
