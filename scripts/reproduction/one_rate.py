@@ -38,30 +38,31 @@ def one_rate_table(groups: Sequence[Group]) -> str:
         than three cells of each.
     """
     rows: list[list[str]] = []
-    columns = sorted(
-        {rate for group in groups for sweeps in _sweeps(group, final).values() for rate in _common(sweeps)}
-    )
-    for group in groups:
-        for (base, method), sweeps in _sweeps(group, final).items():
-            rates = _common(sweeps)
-            if len(sweeps) < LEAST_SEEDS or len(rates) < 2:
-                continue
-            ruled = {cell: sweep.value for cell, sweep in sweeps.items()}
-            single = {rate: {cell: sweep.curve[rate] for cell, sweep in sweeps.items()} for rate in rates}
-            best = max(rates, key=lambda rate: mean(single[rate]))
-            comparison = paired(ruled, single[best])
-            assert comparison is not None
-            chosen = sorted(sweep.rate for sweep in sweeps.values())
-            rows.append(
-                [
-                    ", ".join(filter(None, (short(base), group.title))),
-                    method,
-                    *(f"{mean(single[rate]):.1f}" if rate in single else MISSING for rate in columns),
-                    f"{mean(ruled):.1f}, at {chosen[0]:.1e} to {chosen[-1]:.1e}".replace("e-0", "e-"),
-                    f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})",
-                    f"{np.mean([max(sweep.curve.values()) for sweep in sweeps.values()]):.1f}",
-                ]
-            )
+    found = [
+        (group, base, method, sweeps)
+        for group in groups
+        for (base, method), sweeps in _sweeps(group, final).items()
+        if len(sweeps) >= LEAST_SEEDS and len(_common(sweeps)) > 1
+    ]
+    columns = sorted({rate for *_, sweeps in found for rate in _common(sweeps)})
+    for group, base, method, sweeps in found:
+        rates = _common(sweeps)
+        ruled = {cell: sweep.value for cell, sweep in sweeps.items()}
+        single = {rate: {cell: sweep.curve[rate] for cell, sweep in sweeps.items()} for rate in rates}
+        best = max(rates, key=lambda rate: mean(single[rate]))
+        comparison = paired(ruled, single[best])
+        assert comparison is not None
+        chosen = sorted(sweep.rate for sweep in sweeps.values())
+        rows.append(
+            [
+                ", ".join(filter(None, (short(base), group.title))),
+                method,
+                *(f"{mean(single[rate]):.1f}" if rate in single else MISSING for rate in columns),
+                f"{mean(ruled):.1f}, at {chosen[0]:.1e} to {chosen[-1]:.1e}".replace("e-0", "e-"),
+                f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})",
+                f"{np.mean([max(sweep.curve.values()) for sweep in sweeps.values()]):.1f}",
+            ]
+        )
     header = ["base rate", "method", *map(short, columns), "the rule's", "over the best one rate", "each cell's best"]
     return markdown(header, rows) if rows else ""
 
