@@ -136,7 +136,8 @@ def standings_figure(groups: Sequence[Group], recipe: str) -> Figure:
         for place in range(1, len(rows)):
             if rows[place][0] != rows[place - 1][0]:
                 axes.axhline(place - 0.5, color="0.9", linewidth=0.8, zorder=0)
-    panels[0].invert_yaxis()
+    # The first row at the top, and room for the markers of the outer ones, however few rows there are.
+    panels[0].set_ylim(len(rows) - 0.5, -0.5)
     handles = [
         Line2D([], [], marker="D", linestyle="", color=RECIPE, label=recipe),
         Line2D([], [], marker="o", linestyle="", color=KEEP, label="keep"),
