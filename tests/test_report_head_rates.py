@@ -95,9 +95,12 @@ def rates_best_at(delta, methods=("mei", "keep"), datasets=("D", "E"), step=0.25
         )
 
 
+def curves_of(runs):
+    return groups_of(split(runs)[1], varied_settings(runs), beside={"head_lr", "logit_step", "learning_rate"})
+
+
 def deltas_of(runs):
-    varied = varied_settings(runs)
-    return delta_table(groups_of(split(runs)[1], varied, beside={"head_lr", "logit_step", "learning_rate"}))
+    return delta_table(curves_of(runs))
 
 
 @pytest.mark.parametrize("step", [0.25, 0.5])
@@ -161,10 +164,6 @@ def rates_best_by_model(chosen, models=("M", "N", "O")):
         measured = {"head_lr": used} if rate == "auto" else {}
         final = 0.9 - 0.1 * abs(math.log10(used / BEST[model]))
         yield line("entame", 0, model, "D", final, settings={"head_lr": rate}, **measured)
-
-
-def curves_of(runs):
-    return groups_of(split(runs)[1], varied_settings(runs), beside={"head_lr", "logit_step", "learning_rate"})
 
 
 def test_the_rule_is_held_against_one_rate_for_all_models(read):

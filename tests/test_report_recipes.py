@@ -95,6 +95,8 @@ def test_the_picture_has_a_row_a_cell_and_a_panel_a_setting(cells):
         assert ([91.7, 0.0], RECIPE.lower()) in points
         assert ([81.0, 0.0], KEEP) in points
         assert ([78.3, 1.0], RECIPE.lower()) in points
+        # The first row at the top, and no marker on the edge.
+        assert axes.get_ylim() == (1.5, -0.5)
 
 
 def test_a_report_of_a_recipe_leads_with_it(tmp_path):

@@ -26,7 +26,7 @@ MEASURES: dict[str, Callable[[Run], float | None]] = {
 }
 
 STAR: dict[str, Any] = {"marker": "*", "markerfacecolor": "none", "markeredgewidth": 1.5}
-RULE = {"the rule's choice": Line2D([], [], color="0.3", linestyle="", markersize=13, **STAR)}
+RULE_HANDLE = {"the rule's choice": Line2D([], [], color="0.3", linestyle="", markersize=13, **STAR)}
 
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
@@ -85,7 +85,7 @@ def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
         axes.set_ylim(max(low, 0), min(high, 1))
     handles = {name: handles[name] for name in in_order(handles)}
     if any(run.head_lr is not None for runs in bases.values() for run in runs):
-        handles |= RULE
+        handles |= RULE_HANDLE
     handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
     finish(figure, f"{model} on {dataset}", group, handles, 2 * len(bases))
     return figure

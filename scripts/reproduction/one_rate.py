@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from entame_hf.plots.drawing import COLOURS, DASHES
 
-from .head_rates import MEASURES, RULE, STAR, by_base, by_rate, finish, in_order, middle, panels_by_base
+from .head_rates import MEASURES, RULE_HANDLE, STAR, by_base, by_rate, finish, in_order, middle, panels_by_base
 from .runs import Group, name_of, natural, short
 from .statistics import LEAST_SEEDS, paired
 from .tables import MISSING, Measure, difference, final, markdown, mean, p_value
@@ -131,7 +131,7 @@ def one_rate_figure(group: Group, method: str) -> Figure | None:
                 ruled = np.mean([sweep.value for sweep in sweeps.values()])
                 rate = middle(sweep.rate for sweep in sweeps.values())
                 axes.plot(rate, ruled, linestyle="", zorder=5, markersize=13, color=style["color"], **STAR)
-    handles = {model: Line2D([], [], **style) for model, style in styles.items()} | RULE
+    handles = {model: Line2D([], [], **style) for model, style in styles.items()} | RULE_HANDLE
     finish(figure, f"{method}, mean over {', '.join(group.datasets)}", group, handles, 2 * len(bases))
     return figure
 
