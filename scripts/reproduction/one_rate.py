@@ -14,7 +14,7 @@ from entame_hf.plots.drawing import COLOURS, DASHES
 from .head_rates import MEASURES, RULE_HANDLE, STAR, by_base, by_rate, finish, in_order, middle, panels_by_base
 from .runs import Group, name_of, natural, short
 from .statistics import LEAST_SEEDS, paired
-from .tables import MISSING, Measure, difference, final, markdown, mean, p_value
+from .tables import MISSING, Measure, final, markdown, mean, tested
 
 Cell = tuple[str, str]
 
@@ -59,7 +59,7 @@ def one_rate_table(groups: Sequence[Group]) -> str:
                 method,
                 *(f"{mean(single[rate]):.1f}" if rate in single else MISSING for rate in columns),
                 f"{mean(ruled):.1f}, at {chosen[0]:.1e} to {chosen[-1]:.1e}".replace("e-0", "e-"),
-                f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})",
+                tested(comparison),
                 f"{np.mean([max(sweep.curve.values()) for sweep in sweeps.values()]):.1f}",
             ]
         )
@@ -88,8 +88,7 @@ def methods_table(groups: Sequence[Group]) -> str:
                 comparison = paired(ours, others)
                 if method != entame and comparison is not None and comparison.n >= LEAST_SEEDS:
                     setting = ", ".join(filter(None, (short(base), group.title)))
-                    text = f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"
-                    found.setdefault((setting, label), {})[method] = text
+                    found.setdefault((setting, label), {})[method] = tested(comparison)
     methods = in_order({method for row in found.values() for method in row})
     rows = [[*labels, *(row.get(method, MISSING) for method in methods)] for labels, row in found.items()]
     return markdown(["base rate", "accuracy", *(f"over {method}" for method in methods)], rows) if rows else ""

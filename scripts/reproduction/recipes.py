@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from .figures import plain
 from .runs import Group, name_of, natural
 from .statistics import Values, paired, within_one_error
-from .tables import MISSING, compare, difference, early, final, markdown, mean, p_value
+from .tables import MISSING, compare, difference, early, final, markdown, mean, tested
 
 RECIPE = "#D55E00"
 KEEP = "#000000"
@@ -157,7 +157,7 @@ def _lead(group: Group, recipe: str, method: str) -> str:
     found = {cell: compare(group, *cell, recipe, method, final) for cell in group.cells}
     differences = {cell: it.difference for cell, it in found.items() if it is not None}
     comparison = paired(differences, dict.fromkeys(differences, 0.0))
-    return MISSING if comparison is None else f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"
+    return MISSING if comparison is None else tested(comparison)
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -56,7 +56,7 @@ def gain_table(group: Group) -> str:
 
     def cell(model: str, dataset: str) -> str:
         gain = compare(group, model, dataset, "entame", "base", early)
-        ours = MISSING if gain is None else f"{difference(gain)}{p_value(gain.p)} ({gain.n})"
+        ours = MISSING if gain is None else tested(gain)
         return ours + _paper("speedup", model, dataset)
 
     return _by_model_and_dataset(group, cell)
@@ -136,6 +136,11 @@ def difference(comparison: Comparison) -> str:
     """Write a difference in percentage points with its 95 % confidence interval."""
     # Adding zero makes −0.0 that of all tables: 0.0.
     return f"{round(comparison.difference, 1) + 0:+.1f}{_plus_minus(comparison.margin)}".replace("-", "−")
+
+
+def tested(comparison: Comparison) -> str:
+    """Write a difference with its interval, the p-value of its test and the number of pairs."""
+    return f"{difference(comparison)}{p_value(comparison.p)} ({comparison.n})"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
