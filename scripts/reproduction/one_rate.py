@@ -14,7 +14,7 @@ from entame_hf.plots.drawing import COLOURS, DASHES
 from .head_rates import MEASURES, RULE_HANDLE, STAR, by_base, by_rate, finish, in_order, middle, panels_by_base
 from .runs import Group, name_of, natural, short
 from .statistics import LEAST_SEEDS, paired
-from .tables import MISSING, Measure, final, markdown, mean, tested
+from .tables import MISSING, Measure, early, final, markdown, mean, tested
 
 Cell = tuple[str, str]
 
@@ -47,7 +47,7 @@ def one_rate_table(groups: Sequence[Group]) -> str:
     columns = sorted({rate for *_, sweeps in found for rate in _common(sweeps)})
     for group, base, method, sweeps in found:
         rates = _common(sweeps)
-        ruled = {cell: sweep.value for cell, sweep in sweeps.items()}
+        ruled = _ruled(sweeps)
         single = {rate: {cell: sweep.curve[rate] for cell, sweep in sweeps.items()} for rate in rates}
         best = max(rates, key=lambda rate: mean(single[rate]))
         comparison = paired(ruled, single[best])
@@ -55,7 +55,7 @@ def one_rate_table(groups: Sequence[Group]) -> str:
         chosen = sorted(sweep.rate for sweep in sweeps.values())
         rows.append(
             [
-                ", ".join(filter(None, (short(base), group.title))),
+                _setting(base, group),
                 method,
                 *(f"{mean(single[rate]):.1f}" if rate in single else MISSING for rate in columns),
                 f"{mean(ruled):.1f}, at {chosen[0]:.1e} to {chosen[-1]:.1e}".replace("e-0", "e-"),
@@ -77,17 +77,12 @@ def methods_table(groups: Sequence[Group]) -> str:
     entame = name_of("entame")
     found: dict[tuple[str, str], dict[str, str]] = {}
     for group in groups:
-        for label, of in MEASURES.items():
+        for label, of in zip(MEASURES, (early, final), strict=True):
             sweeps = _sweeps(group, of)
             for base, method in sweeps:
-                # Accuracies in percent.
-                ours, others = (
-                    {cell: 100 * sweep.value for cell, sweep in sweeps.get((base, name), {}).items()}
-                    for name in (entame, method)
-                )
-                comparison = paired(ours, others)
+                comparison = paired(_ruled(sweeps.get((base, entame), {})), _ruled(sweeps[base, method]))
                 if method != entame and comparison is not None and comparison.n >= LEAST_SEEDS:
-                    setting = ", ".join(filter(None, (short(base), group.title)))
+                    setting = _setting(base, group)
                     found.setdefault((setting, label), {})[method] = tested(comparison)
     methods = in_order({method for row in found.values() for method in row})
     rows = [[*labels, *(row.get(method, MISSING) for method in methods)] for labels, row in found.items()]
@@ -152,6 +147,14 @@ def _sweeps(group: Group, of: Measure) -> dict[tuple[float, str], dict[Cell, Swe
                 found.setdefault((base, name), {})[cell] = Sweep(curve, middle(rates), float(np.mean(values)))
     names = in_order({name for _, name in found})
     return {key: found[key] for key in sorted(found, key=lambda key: (key[0], names.index(key[1])))}
+
+
+def _ruled(sweeps: dict[Cell, Sweep]) -> dict[Cell, float]:
+    return {cell: sweep.value for cell, sweep in sweeps.items()}
+
+
+def _setting(base: float, group: Group) -> str:
+    return ", ".join(filter(None, (short(base), group.title)))
 
 
 def _common(sweeps: dict[Cell, Sweep]) -> list[float]:
