@@ -1,19 +1,13 @@
 """ENTAME for Hugging Face image classifiers: fine-tune without contaminating the features you came for."""
 
-__version__ = "0.1.0"
-
 from .config import EntameConfig
-from .energy import ErrorEnergy, error_energy
-from .energy.inspection import HeadReport, inspect_head
+from .energy import ErrorEnergy, HeadReport, error_energy, inspect_head
 from .errors import InputError, RunError
-from .fold import fold_entame
-from .head_rate import head_learning_rate
 from .heads import Head, find_heads
-from .layers import ZNormConv2d, ZNormLinear
-from .patch import apply_entame
-from .trainer import EntameTrainer
+from .layers import ZNormConv2d, ZNormLinear, z_norm
+from .patch import apply_entame, fold_entame
+from .trainer import EntameTrainer, head_learning_rate
 from .training_args import EntameTrainingArguments
-from .znorm import z_norm
 
 __all__ = [
     "EntameConfig",

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Init = Literal["mei", "he_fan_out", "keep"]
+
 Method = Literal["base", "base_wu", "mei", "fn", "entame", "keep"]
 
 
@@ -142,6 +143,7 @@ class EntameConfig:
 
 
 _EXAMPLE = {"phi_w": "1e-12", "noise_lambda": "1.0", "eps": "1e-5"}
+
 _METHODS: dict[str, tuple[Init, bool]] = {
     "base": ("he_fan_out", False),
     "base_wu": ("he_fan_out", False),
@@ -150,3 +152,23 @@ _METHODS: dict[str, tuple[Init, bool]] = {
     "entame": ("mei", True),
     "keep": ("keep", False),
 }
+
+
+def noise_after_first_step(config: EntameConfig, classes: int, learning_rate: float, batch_size: int) -> float:
+    """Compute Nλ², with λ = C·√φ_w/γ: how much of the head is noise after one step of plain gradient descent.
+
+    Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
+    """
+    return batch_size * config.weight_variance(classes, learning_rate) * (classes / learning_rate) ** 2
+
+
+def first_step_bound(config: EntameConfig, classes: int, learning_rate: float, batch_size: int) -> float:
+    """Compute φ_w + γ²(C − 1)²/(NC²): up to where one step of plain gradient descent takes the mean square of a
+    maximum-entropy head's weights, over normalised features of examples that are not correlated.
+
+    Adam's first step moves each weight by about γ instead, and the mean square by about γ².
+
+    Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698), its bound of a row's energy divided by K.
+    """
+    update = (learning_rate * (classes - 1) / classes) ** 2 / batch_size
+    return config.weight_variance(classes, learning_rate) + update

@@ -1,5 +1,7 @@
 """What stops a run: input that cannot be used, and what happens to good input."""
 
+from __future__ import annotations
+
 
 class InputError(ValueError):
     """Report input that cannot be used: the message says what was wrong, what is allowed and what to type.

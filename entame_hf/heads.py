@@ -12,10 +12,13 @@ from transformers import PreTrainedModel
 from .errors import InputError
 
 TIMM_PREFIX = "timm_model."
+
 # Second heads that timm's table leaves out, by the first: a distilled one, and one on auxiliary features.
 TIMM_SECOND_HEADS = {"head.linear": "head_dist.linear", "fc": "AuxLogits.fc"}
+
 # Where the backbone itself gives the logits.
 TRANSFORMERS_HEADS = {"perceiver": ["perceiver.decoder.decoder.final_layer"]}
+
 Leaf = nn.Linear | nn.Conv2d
 
 

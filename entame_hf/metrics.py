@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.metrics import accuracy_score, f1_score, recall_score
 from transformers import EvalPrediction
-
-from .loss import IGNORED_LABEL
 
 Metrics = Callable[[EvalPrediction], dict[str, float]]
 
@@ -69,3 +67,43 @@ def predicted_classes(logits: Any, labels: Any) -> Any:
     """Reduce logits to class indices, for `preprocess_logits_for_metrics`: evaluation keeps one number an example."""
     logits = logits[0] if isinstance(logits, tuple) else logits
     return logits.argmax(dim=-1)
+
+
+# What cross-entropy leaves out, in torch and so in transformers.
+IGNORED_LABEL = -100
+
+PREFIX = "eval_"
+
+# What Trainer measures of the machine, not of the model.
+_OF_THE_MACHINE = ("_runtime", "_per_second", "_time", "_delta")
+
+
+def evaluation_metrics(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Get what an evaluation measured of the model, from a line of a log history; empty for other lines.
+
+    Args:
+        entry (`dict`): one entry of `trainer.state.log_history`.
+
+    Returns:
+        `dict[str, float]`: without the prefix `eval_`, such as `{"loss": 0.3, "accuracy": 0.9}`.
+    """
+    return {
+        key.removeprefix(PREFIX): value
+        for key, value in entry.items()
+        if key.startswith(PREFIX) and isinstance(value, (int, float)) and not key.endswith(_OF_THE_MACHINE)
+    }
+
+
+class Evaluation(NamedTuple):
+    """What is known of the weights that a model holds.
+
+    Args:
+        metrics (`dict[str, float]`): see [`evaluation_metrics`]; empty where nothing was evaluated.
+        step (`int`, *optional*): the optimizer step that the weights are of.
+        confusion (`numpy.ndarray` of shape `(M, M)`, *optional*):
+            Counts of examples, true classes by predicted ones, up to the last class that was seen: M ≤ C.
+    """
+
+    metrics: dict[str, float]
+    step: int | None
+    confusion: np.ndarray | None

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from .config import EntameConfig, Method
 
 AUTO = "auto"
+
 # What a recipe fills in where the arguments leave it open.
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": None, "warmup_steps": 0},

@@ -41,9 +41,9 @@ from transformers import (
 )
 
 from entame_hf import EntameTrainer
-from entame_hf.models import as_transformers
+from entame_hf.patch.wrap import as_transformers
 
-CONFIGURATIONS = Path(__file__).parent.parent / "scripts" / "accelerate"
+CONFIGURATIONS = Path(__file__).parent.parent / "scripts" / "launch"
 
 
 def launch_by(configuration: str, *arguments: str, timeout: int = 300, **environment: str) -> CompletedProcess[str]:

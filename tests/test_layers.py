@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from entame_hf import ZNormConv2d, ZNormLinear, z_norm
-from entame_hf.layers import ZNorm
-from entame_hf.znorm import batch_statistics
+from entame_hf.layers import ZNorm, batch_statistics
 
 
 def reference(x, eps=1e-5, dim=-1):

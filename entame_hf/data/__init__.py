@@ -2,12 +2,12 @@
 
 from .arguments import DataArguments, build_datasets
 from .augmentation import AUGMENTATIONS, Augmentation
+from .channel_statistics import channel_statistics
 from .dataset import ClassificationDataset
 from .folders import load_image_folder
 from .images import UnreadableImageError, decode_image, decode_pixels
 from .preparation import Preparation
 from .sources import Splits, load_splits, split_dataset
-from .statistics import channel_statistics
 from .streaming import StreamingDataset, load_streams
 from .transforms import (
     evaluation_transform,

@@ -1,5 +1,7 @@
 """Unpack a zip file of image folders, once."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import shutil

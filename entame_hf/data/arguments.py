@@ -1,5 +1,7 @@
 """The options of a script that trains on images, and the datasets that they ask for."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,12 +10,12 @@ from torch import Tensor
 from transformers import BaseImageProcessor
 
 from ..errors import InputError
-from ..loss import balanced_class_weights
 from .augmentation import AUGMENTATIONS, Augmentation
+from .channel_statistics import channel_statistics
+from .columns import balanced_class_weights
 from .dataset import ClassificationDataset
 from .preparation import Preparation
 from .sources import Splits, check_limits, load_splits
-from .statistics import channel_statistics
 from .streaming import StreamingDataset, load_streams
 from .transforms import set_normalization
 

@@ -1,5 +1,7 @@
 """Augment batches on the training device, each image by chances that depend on nothing but seed, epoch and row."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import lru_cache, partial
 
@@ -11,17 +13,20 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torchvision.transforms.v2 import functional as F
 
-from ..batches import to_device
 from ..errors import InputError
+from .batches import to_device
 from .resampling import crop_and_resize
 
 AUGMENTATIONS = ("none", "flip", "random_resized_crop", "randaugment")
+
 # Where a crop's area and shape are drawn from, and how often it is tried: torchvision's RandomResizedCrop.
 _AREA, _RATIO, _TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
+
 # Far outside, Beta(α, α) has quantiles that are no numbers any more.
 _ALPHA = (1e-6, 1e6)
 
 Rows = NDArray[np.int64]
+
 Chances = NDArray[np.float32]
 
 

@@ -1,5 +1,7 @@
 """Keep prepared images, for the epochs, processes and runs that need them again."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import shutil
@@ -17,7 +19,9 @@ from .workers import threads
 logger = logging.get_logger(__name__)
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
 _SUFFIX = ".records"
+
 # Bytes that a thread copies at a time.
 _PART = 2**22
 
@@ -32,7 +36,7 @@ def this_boot() -> str:
     return _BOOT.read_text() if _BOOT.exists() else str(uuid.getnode())
 
 
-def open_cache(parts: list[str], rows: int, length: int, limit: int) -> "RecordCache | None":
+def open_cache(parts: list[str], rows: int, length: int, limit: int) -> RecordCache | None:
     """Open a [`RecordCache`] for this boot of this machine.
 
     Args:

@@ -1,11 +1,14 @@
 """Find the image and the label column of a dataset, and turn labels into class indices."""
 
+from __future__ import annotations
+
 import os
 from textwrap import shorten
 
 import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from torch import Tensor
 
@@ -217,3 +220,29 @@ def _state(path: str) -> str:
     except OSError:
         return f"{path} missing"
     return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
+def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
+    """Weigh classes against their frequency, so that each counts alike and an example 1 on average.
+
+    Args:
+        labels (`torch.Tensor`): int64 (N,), those of the training part.
+        num_classes (`int`): C.
+
+    Returns:
+        `torch.Tensor`: float32 (C,): N / (C · images of the class), C being the classes that have images; 0 for those
+        that have none.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from entame_hf.loss import balanced_class_weights
+
+    >>> balanced_class_weights(torch.tensor([0, 0, 0, 1]), 2)
+    tensor([0.6667, 2.0000])
+    ```
+    """
+    counts = torch.bincount(labels, minlength=num_classes).float()
+    weights = counts.sum() / (counts > 0).sum() / counts
+    return torch.where(counts > 0, weights, 0.0)

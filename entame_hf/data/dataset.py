@@ -1,10 +1,13 @@
 """Read images and labels of a dataset in batches, and skip images that can't be read."""
 
+from __future__ import annotations
+
 import copy
 import logging
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from importlib.metadata import version
 from typing import Any
 
 import datasets
@@ -13,10 +16,9 @@ import torch
 from torch import Tensor
 from transformers import BaseImageProcessor
 
-from .. import __version__
-from ..batches import BatchDataset
-from ..loss import IGNORED_LABEL
+from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
+from .batches import BatchDataset
 from .cache import RecordCache, open_cache
 from .columns import check_labels, count_classes, file_marks, label_values
 from .images import UnreadableImageError
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Images that a worker gets at a time.
 _CHUNK = 8
+
 # Share of the images with which the cache needs no workers.
 _MOST = 0.9
 
@@ -182,7 +185,7 @@ class ClassificationDataset(BatchDataset):
         elif count and not self._workers:
             self._workers = start_workers(self._decode_one, count)
 
-    def with_processor(self, processor: BaseImageProcessor) -> "ClassificationDataset":
+    def with_processor(self, processor: BaseImageProcessor) -> ClassificationDataset:
         """Give the same images prepared by another processor; the flags are shared.
 
         Args:
@@ -283,7 +286,13 @@ class ClassificationDataset(BatchDataset):
 
     def _open_cache(self) -> RecordCache | None:
         marks = file_marks(self.dataset, self.image_column) if self._cache_limit > 0 else []
-        parts = [__version__, self.dataset._fingerprint, self.image_column, *marks, self.recorder.preparation.key]
+        parts = [
+            version("entame-hf"),
+            self.dataset._fingerprint,
+            self.image_column,
+            *marks,
+            self.recorder.preparation.key,
+        ]
         return open_cache(parts, len(self), self.recorder.length, self._cache_limit)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Read folders of images, one folder a class."""
 
+from __future__ import annotations
+
 import os
 import zipfile
 from textwrap import shorten
@@ -13,6 +15,7 @@ IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".png", ".gif", ".bmp", ".webp", ".avif", ".tif", ".tiff"}
     | {".ppm", ".pgm", ".pbm"}
 )
+
 _SPLITS = {
     "train": "train",
     "validation": "validation",
@@ -23,6 +26,7 @@ _SPLITS = {
     "evaluation": "validation",
     "test": "test",
 }
+
 _LAYOUT = "Put images in DATA_DIR/CLASS/ or in DATA_DIR/train/CLASS/ and DATA_DIR/test/CLASS/"
 
 

@@ -1,5 +1,7 @@
 """Find out which part of an image a processor keeps, so that batches can be cut and resized on a device."""
 
+from __future__ import annotations
+
 from itertools import product
 from typing import NamedTuple
 

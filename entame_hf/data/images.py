@@ -1,5 +1,7 @@
 """Decode an image of any kind to RGB."""
 
+from __future__ import annotations
+
 import os
 from io import BytesIO
 from typing import Any

@@ -1,5 +1,7 @@
 """Tell which JPEGs the fast decoders can be trusted with, and decode many at once on a GPU."""
 
+from __future__ import annotations
+
 from io import BytesIO
 from typing import NamedTuple
 
@@ -9,7 +11,9 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
 _START, _END = b"\xff\xd8", b"\xff\xd9"
+
 _BASELINE, _EXTENDED, _PROGRESSIVE, _SCAN, _APP1, _ADOBE = 0xC0, 0xC1, 0xC2, 0xDA, 0xE1, 0xEE
+
 _ORIENTATION = 0x0112
 
 

@@ -1,5 +1,7 @@
 """Split an image processor in two: what is done to each image once, and what is done to batches of its pixels."""
 
+from __future__ import annotations
+
 import hashlib
 
 import numpy as np
@@ -86,7 +88,7 @@ class Preparation:
             image = resize(image, [self._canvas, self._canvas], InterpolationMode.BICUBIC, antialias=True)
         return self._prepare(image)
 
-    def with_processor(self, processor: BaseImageProcessor) -> "Preparation":
+    def with_processor(self, processor: BaseImageProcessor) -> Preparation:
         """Prepare as another processor does, for the same purpose."""
         return Preparation(processor, self._exact, self._whole)
 

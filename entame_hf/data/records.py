@@ -1,5 +1,7 @@
 """Turn images into records of equal length, and batches of records into a model's input on any device."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ..batches import to_device
 from .augmentation import Augmentation, Rows
+from .batches import to_device
 from .framing import Framing
 from .images import UnreadableImageError, decode_image, decode_pixels, encoded_bytes
 from .jpeg import common_jpeg, decode_on_gpu
@@ -20,8 +22,10 @@ from .resampling import crop_and_resize
 from .workers import threads
 
 Record = NDArray[np.uint8]
+
 # A record ends with the ratio of width to height that the image had: never zero.
 _TAIL = 4
+
 # Of a group that is decoded together: with half-precision intermediates, under a gigabyte of the GPU's memory.
 _GROUP_PIXELS = 2**26
 

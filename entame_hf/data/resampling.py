@@ -1,9 +1,11 @@
 """Cut boxes out of a batch of images and resize them, each image by a box of its own, on any device."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
-from ..batches import to_device
+from .batches import to_device
 
 
 def crop_and_resize(

@@ -1,5 +1,7 @@
 """Load a dataset, from the Hub or from disk, as one part to train on and one to evaluate on."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from textwrap import shorten

@@ -1,5 +1,7 @@
 """Stream datasets that are larger than disk and memory."""
 
+from __future__ import annotations
+
 import itertools
 import logging
 from collections.abc import Iterator
@@ -12,10 +14,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ..batches import BatchDataset
 from ..errors import InputError
-from ..loss import IGNORED_LABEL
+from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
+from .batches import BatchDataset
 from .columns import check_labels, count_classes, find_image_column, find_label_column
 from .images import UnreadableImageError
 from .preparation import Preparation

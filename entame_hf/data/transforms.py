@@ -1,5 +1,7 @@
 """Turn images into a model's input, as its image processor says."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

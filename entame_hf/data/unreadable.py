@@ -1,5 +1,7 @@
 """Keep count of images that can't be read, and find others to stand in for them."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 
@@ -12,9 +14,12 @@ from .augmentation import Rows
 logger = logging.getLogger(__name__)
 
 MAX_UNREADABLE_SHARE = 0.01
+
 # A few are named and skipped in the smallest dataset.
 _FEW = 5
+
 LIMIT = f"{MAX_UNREADABLE_SHARE:.0%}, or {_FEW} of a small dataset,"
+
 _NAMED = 5
 
 

@@ -1,5 +1,7 @@
 """Threads and processes that decode images."""
 
+from __future__ import annotations
+
 import gc
 import multiprocessing
 import os
@@ -13,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..batches import thread_pool
+from .batches import thread_pool
 
 _task: Callable[[int], Any]
 

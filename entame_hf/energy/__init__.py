@@ -1,5 +1,6 @@
-"""How noisy the error is that a classifier sends back: measured, recorded in training, and inspected before."""
+"""How noisy the error is that a classifier sends back: measured, and inspected before a training."""
 
 from .error import ErrorEnergy, error_energy
+from .inspection import HeadReport, inspect_head
 
-__all__ = ["ErrorEnergy", "error_energy"]
+__all__ = ["ErrorEnergy", "HeadReport", "error_energy", "inspect_head"]

@@ -16,16 +16,21 @@ from ..config import EntameConfig, Method
 from ..errors import InputError
 from ..heads import Head, find_heads, num_classes
 from ..layers import ZNorm
-from ..patch import apply_entame, was_adapted
+from ..patch.apply import apply_entame
+from ..patch.state import was_adapted
 from .error import ErrorEnergy, share_of_error
 from .first_step import backbone_features, first_step, inputs_and_labels, label_rows, unchanged
 
 METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
+
 COLUMNS = ("loss", "entropy", "noise share", "error at features", "passed on", "noise in first update")
+
 # Up to this share of ln C, the loss is one of a head that was trained on these classes, and not one of luck.
 KNOWS = 0.5
+
 # From this share of ln C, the entropy is that of a head that knows nothing.
 UNINFORMED = 0.99
+
 # Up to so many times the error of a maximum-entropy head, a head is one.
 ALREADY = 10
 

@@ -17,27 +17,24 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 from transformers.modelcard import METRIC_TAGS, extract_hyperparameters_from_trainer
 
-from ..checkpoint import adaptation_record, class_names
-from ..energy.base_noise import KEY as BASE_NOISE_SHARE
-from ..evaluations import Evaluation
+from ..config import noise_after_first_step
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
-from ..plots import (
-    History,
-    confusion_matrix_figure,
-    feature_variance_curves,
-    learning_curves,
-    noise_share_curves,
-    save_figures,
-    series,
-)
-from ..start import noise_after_first_step
+from ..metrics import Evaluation
+from ..patch.state import adaptation_record, class_names
+from ..plots.confusion import confusion_matrix_figure
+from ..plots.curves import History, feature_variance_curves, learning_curves, noise_share_curves, save_figures, series
+from ..trainer.base_noise import KEY as BASE_NOISE_SHARE
 from .text import HUB, OF_ENTAME, CardFacts, card_text
 from .update import generated_card, update_card
 
 CARD_NAME = "README.md"
+
 TASK = "image-classification"
+
 NOISE_SHARE = "energy/noise_share"
+
 LICENSE_KEYS = ("license", "license_name", "license_link")
+
 # Beside those that Trainer lists.
 HYPERPARAMETERS = (
     "lr_scheduler_kwargs",

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..evaluations import Evaluation
-from ..plots import class_scores
+from ..metrics import Evaluation
+from ..plots.confusion import class_scores
 from .markdown import escape, number, table
 
 PAPER = "https://arxiv.org/abs/1905.10698"
+
 HUB = "https://huggingface.co/"
+
 BIBTEX = """\
 @article{varno2019entame,
   title   = {Efficient Neural Task Adaptation by Maximum Entropy Initialization},
@@ -21,6 +23,7 @@ BIBTEX = """\
   journal = {arXiv preprint arXiv:1905.10698},
   year    = {2019}
 }"""
+
 METHODS = {
     "entame": "the head's weights were drawn from N(0, φ_w), so that its first output had maximum entropy, and its "
     "input was z-normalised across the batch",
@@ -30,10 +33,13 @@ METHODS = {
     "base_wu": "the head's weights were drawn from N(0, 2/C), and the first step updated the head alone",
     "keep": "the head started as it was",
 }
+
 # The others are its peers.
 OF_ENTAME = ("entame", "mei", "fn")
+
 # Above this, classes are listed folded away; above that, only the worst of them.
 MOST_OPEN, MOST_LISTED = 10, 100
+
 WORST = 50
 
 

@@ -14,6 +14,7 @@ from .fonts import writable
 
 # More classes have no room for a count in every cell, and still more none for their names.
 MOST_COUNTS, MOST_NAMES = 20, 50
+
 LONGEST_NAME = 24
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..evaluations import evaluation_metrics
+from ..metrics import evaluation_metrics
 from .drawing import Series, Styles, axes_for, draw_groups, finished, free_place, in_percent
 
 # One line of `trainer.state.log_history` after the other.

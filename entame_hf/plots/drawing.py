@@ -11,11 +11,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 Series = tuple[Sequence[float], Sequence[float]]
+
 # Properties of lines, by the name of what they show.
 Styles = Mapping[str, Mapping[str, Any]]
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell them apart in print.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+
 DASHES = ("-", "--", "-.", ":")
 
 

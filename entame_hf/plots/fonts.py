@@ -9,6 +9,7 @@ from matplotlib import font_manager
 from matplotlib.ft2font import FT2Font
 
 OWN = "DejaVu Sans"
+
 # It has a box for every character.
 PLACEHOLDERS = "Last Resort"
 

@@ -27,8 +27,8 @@ from transformers import PrinterCallback, TrainerCallback
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.data import Augmentation, ClassificationDataset, Preparation, load_splits, set_image_size
 from entame_hf.data.workers import cores
-from entame_hf.fold import normalised_heads
-from entame_hf.models import timm_processor
+from entame_hf.patch.fold import normalised_heads
+from entame_hf.patch.wrap import timm_processor
 
 from .drawing import draw_images
 from .throughput import model_of, training_arguments
@@ -88,7 +88,7 @@ def train_by_turns(options: argparse.Namespace, folder: str, blocks: dict[int, i
     trainings = []
     for place, (count, number) in enumerate(blocks.items()):
         several = "ddp" if torch.cuda.is_available() else "cpu"
-        configuration = str(SCRIPTS / "accelerate" / f"{several if count > 1 else 'single_gpu'}.yaml")
+        configuration = str(SCRIPTS / "launch" / f"{several if count > 1 else 'single_gpu'}.yaml")
         command = [
             *(sys.executable, "-m", "accelerate.commands.launch"),
             *("--config_file", configuration, "--num_processes", str(count), "--main_process_port", "0"),

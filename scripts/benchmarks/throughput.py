@@ -19,7 +19,6 @@ from torchvision.transforms import v2
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from entame_hf import EntameTrainer
-from entame_hf.batches import to_device
 from entame_hf.data import (
     Augmentation,
     ClassificationDataset,
@@ -31,8 +30,9 @@ from entame_hf.data import (
     load_splits,
     set_image_size,
 )
+from entame_hf.data.batches import to_device
 from entame_hf.data.workers import cores
-from entame_hf.models import as_transformers, timm_processor
+from entame_hf.patch.wrap import as_transformers, timm_processor
 
 from .drawing import draw_images
 from .timers import EpochTimer, StepClock

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from transformers import EvalPrediction, PrinterCallback, TimmWrapperImageProcessor, set_seed
 
-from entame_hf.callbacks import EarlyEvaluation
 from entame_hf.data import ClassificationDataset, DataArguments, build_datasets, split_dataset
-from entame_hf.energy.recorder import PREFIX
 from entame_hf.heads import find_heads
 from entame_hf.metrics import predicted_classes
+from entame_hf.trainer.callbacks import EarlyEvaluation
+from entame_hf.trainer.energy_recorder import PREFIX
 
 from .datasets import load_data
 from .models import load_model

@@ -12,9 +12,9 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from PIL import Image as PILImage
 
 from entame_hf import InputError
+from entame_hf.cli.demo import demo_dataset
 from entame_hf.data import split_dataset
 from entame_hf.data.sources import load_parts
-from entame_hf.demo import demo_dataset
 
 # Where `make data/fashion-mnist` puts the files of Debian's package.
 FASHION_MNIST = Path(__file__).parents[2] / "data" / "fashion-mnist"

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from entame_hf import EntameConfig, apply_entame
-from entame_hf.demo import efficientnet_lite
-from entame_hf.models import as_transformers, load_classifier
-from entame_hf.patch import mark_trained
+from entame_hf.cli.demo import efficientnet_lite
+from entame_hf.cli.model import load_classifier
+from entame_hf.patch.state import mark_trained
+from entame_hf.patch.wrap import as_transformers
 
 # Name of a source: which EfficientNet-Lite it is. Their weights come from the package index.
 EFFICIENTNET_LITES = {f"efficientnet_lite{size}": size for size in range(3)}

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
-from entame_hf.freeze import frozen_parameters
 from entame_hf.heads import find_heads
+from entame_hf.patch.freeze import frozen_parameters
 
 # What fastai trains even where the rest stands still.
 _NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm)

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate, max_pool2d
 
-from entame_hf.batches import BatchDataset, to_device
+from entame_hf.data.batches import BatchDataset, to_device
 
 # No digits: they are what models are transferred to.
 GLYPHS = "ABCDEFGHJKLMNPQRSTUVWXYZabdefghmnqrtΓΔΘΛΞΠΣΦΨΩ&?$@"

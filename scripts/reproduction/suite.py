@@ -9,8 +9,8 @@ from itertools import product
 from typing import Any
 
 from entame_hf import InputError
-from entame_hf.cli import OptionParser
-from entame_hf.head_rate import LOGIT_STEP
+from entame_hf.cli.options import OptionParser
+from entame_hf.trainer.head_lr import LOGIT_STEP
 from entame_hf.training_args import AUTO, RECIPES, HeadArguments
 
 from .peers import RunArguments

@@ -7,8 +7,8 @@ import torch
 from conftest import RandomImages
 from torch import Tensor
 
-from entame_hf.batches import BatchDataset
 from entame_hf.data import Augmentation
+from entame_hf.data.batches import BatchDataset
 
 
 class MixedImages(BatchDataset):

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from entame_hf.resume import last_whole_checkpoint
+from entame_hf.trainer.resume import last_whole_checkpoint
 
 WORKER = Path(__file__).parent / "train.py"
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD
 
 from entame_hf import InputError
-from entame_hf.distributed import check_optimizer, normalise_in_float32
+from entame_hf.trainer.parallel import check_optimizer, normalise_in_float32
 
 WORKER = Path(__file__).with_name("sharded.py")
 

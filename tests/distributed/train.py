@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import TINY_VIT, RandomImages, WaitCounter
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
-from entame_hf.cli import run_script
+from entame_hf.cli.launch import run_script
 
 
 class Failing(TrainerCallback):

@@ -1,0 +1,1 @@
+"""The `entame` command."""

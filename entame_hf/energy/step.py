@@ -1,0 +1,178 @@
+"""What is measured of the error in one optimizer step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+from torch.nn.utils import get_total_norm
+
+from ..heads import Head, num_classes, num_features
+from ..layers import batch_statistics, widen
+from .error import ErrorEnergy, error_energy, share_of_error
+
+SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
+
+
+class StepRecord:
+    """Sum up what is measured of one optimizer step, on the device, and read it once at the end.
+
+    A diagnosis must never stop a training: ignored labels, other shapes and other tasks' outputs pass.
+
+    Args:
+        heads (`list[Head]`): what [`find_heads`] finds in the model in training.
+        device (`torch.device`): where that model is.
+    """
+
+    def __init__(self, heads: list[Head], device: torch.device) -> None:
+        self.heads = heads
+        self.classes = num_classes(heads[0].module)
+        names = ("rows", "examples", "arrivals", "squares", *ErrorEnergy._fields)
+        self._sums = {name: torch.zeros((), device=device) for name in names}
+        widths = [num_features(head.module) for head in heads]
+        # Of each feature of each head: how often it was seen, its mean, and its squared deviations.
+        self._features = torch.zeros(3, sum(widths), device=device)
+        self._slots = self._features.split(widths, dim=1)
+        self._inputs: list[Tensor] = []
+        self._norms: dict[str, Tensor] = {}
+        self._loss_scale = 1.0
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Look at the heads' inputs in a forward; their gradients report by themselves, whenever they arrive."""
+        with ExitStack() as stack:
+            for index, head in enumerate(self.heads):
+                handle = head.module.register_forward_pre_hook(partial(self._read, index))
+                stack.callback(handle.remove)
+            yield
+        self._inputs.clear()
+
+    @torch.no_grad()
+    def _read(self, index: int, leaf: nn.Module, args: tuple[Any, ...]) -> None:
+        x = args[0] if args else None
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return
+        batch = batch_statistics(widen(x.detach()), -1 if isinstance(leaf, nn.Linear) else -3, sync=False)
+        count = torch.ones_like(batch.var) * batch.number
+        seen = torch.stack([count, batch.origin + batch.offset, count * batch.var]).float()
+        slot = self._slots[index]
+        slot.copy_(merge(torch.stack([slot, seen])))
+        if index == 0:
+            self._sums["rows"] += len(x)
+        # Heads may share an input, whose gradient is then the sum of what all of them send back.
+        if x.requires_grad and not any(x is other for other in self._inputs):
+            self._inputs.append(x)
+            x.register_hook(self._arrive)
+
+    @torch.no_grad()
+    def _arrive(self, gradient: Tensor) -> None:
+        self._sums["arrivals"] += 1
+        self._sums["squares"] += gradient.float().square().sum()
+
+    @torch.no_grad()
+    def add_error(self, logits: Any, labels: Any, smoothing: float = 0.0) -> None:
+        """Add the energy of a micro-batch, weighted by its examples.
+
+        Args:
+            logits (`torch.Tensor` of shape `(N, C)`): anything else is passed over.
+            labels (`torch.Tensor` of shape `(N,)`, `(N, 1)` or `(N, C)`):
+                Class indices, of which those outside of the classes are left out, or a row of probabilities each.
+            smoothing (`float`, *optional*, defaults to 0.0): what share of each label the loss spreads evenly.
+        """
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(labels, Tensor):
+            return
+        if labels.numel() == len(logits) and not labels.is_floating_point():
+            labels = labels.flatten()
+            counted = (labels >= 0) & (labels < logits.shape[1])
+            logits, labels = logits[counted], labels[counted]
+            if smoothing:
+                labels = one_hot(labels, logits.shape[1])
+        elif labels.shape != logits.shape:
+            return
+        if smoothing:
+            labels = (1 - smoothing) * labels + smoothing / logits.shape[1]
+        if len(logits):
+            self._sums["examples"] += len(logits)
+            for name, value in error_energy(logits, labels)._asdict().items():
+                self._sums[name] += value * len(logits)
+
+    def add_gradients(self, model: nn.Module, accelerator: Accelerator) -> None:
+        """Take the norms of the gradients that are there, and the factor that the loss was scaled by."""
+        if accelerator.scaler is not None:
+            self._loss_scale = accelerator.scaler.get_scale()
+        elif accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.mixed_precision == "fp16":
+            # DeepSpeed scales by a factor of its own.
+            self._loss_scale = math.nan
+        if accelerator.distributed_type in SHARDED:
+            return
+        heads = {id(parameter) for head in self.heads for parameter in head.module.parameters()}
+        gradients: dict[str, list[Tensor]] = {"backbone": [], "head": []}
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                gradients["head" if id(parameter) in heads else "backbone"].append(parameter.grad)
+        self._norms = {f"grad_norm_{part}": get_total_norm(found) for part, found in gradients.items()}
+
+    @torch.no_grad()
+    def results(self, accelerator: Accelerator) -> tuple[int, dict[str, float]]:
+        """Compute the step's values, over all processes; every process has to take part.
+
+        Args:
+            accelerator (`accelerate.Accelerator`): the trainer's.
+
+        Returns:
+            How many examples the step had, and the values by name; not finite where something overflowed.
+        """
+        # One collective of one shape, whatever a process has seen, and one transfer to the host.
+        mine = torch.cat([torch.stack(list(self._sums.values())), self._features.flatten()])
+        table = accelerator.gather(mine[None])
+        scalars, features = table.split([len(self._sums), self._features.numel()], dim=1)
+        sums = dict(zip(self._sums, scalars.sum(0), strict=True))
+        count, mean, squares = merge(features.unflatten(1, self._features.shape))
+        known = count.clamp(max=1).sum()
+        energy = ErrorEnergy(*(sums[name] / sums["examples"] for name in ErrorEnergy._fields))
+        # The share of means, which is what the definition averages; not the mean of shares.
+        energy = energy._replace(noise_share=share_of_error(energy.estimates, energy.total))
+        examples = torch.where(sums["examples"] > 0, sums["examples"], sums["rows"])
+        # A process's loss is the mean of its own examples, and their gradients are averaged over the processes.
+        arrived = sums["squares"] * examples / (len(table) * self._loss_scale) ** 2
+        arrived = torch.where(sums["arrivals"] > 0, arrived, torch.nan)
+        values = {
+            **energy._asdict(),
+            "entropy_share": energy.entropy / math.log(self.classes),
+            "features": arrived,
+            "features_share": share_of_error(arrived, energy.total),
+            "feature_mean": mean.sum() / known,
+            "feature_var": (squares / count.clamp(min=1)).sum() / known,
+            **{name: norm.to(mine.device) / self._loss_scale for name, norm in self._norms.items()},
+        }
+        if accelerator.distributed_type not in SHARDED:
+            weights = [head.module.weight for head in self.heads]
+            energies = torch.stack([weight.float().square().sum() for weight in weights])
+            values["head_weights"] = energies.sum() / sum(weight.numel() for weight in weights)
+        number, *numbers = torch.stack([examples, *(value.float() for value in values.values())]).tolist()
+        return int(number), dict(zip(values, numbers, strict=True))
+
+
+def merge(parts: Tensor) -> Tensor:
+    """Combine counts, means and squared deviations of several parts of a batch.
+
+    Args:
+        parts (`torch.Tensor` of shape `(P, 3, K)`): of each part, those three of each feature.
+
+    Returns:
+        `torch.Tensor` of shape `(3, K)`: those of all parts together.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    counts, means, squares = parts.unbind(1)
+    count = counts.sum(0)
+    mean = (counts * means).sum(0) / count.clamp(min=1)
+    return torch.stack([count, mean, (squares + counts * (means - mean).square()).sum(0)])

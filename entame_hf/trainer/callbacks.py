@@ -1,0 +1,50 @@
+"""What happens at steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import set_seed
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..patch.state import mark_trained
+
+
+class TrainedMark(TrainerCallback):
+    """Note, after a step, that the heads have begun to learn and that something would be lost with them."""
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        mark_trained(kwargs["model"])
+
+
+class OwnRandomness(TrainerCallback):
+    """Give each of several processes random numbers of its own, where Trainer's one seed drops the same everywhere.
+
+    The first one's stay what they are. By now the model and the order of the data are made, which processes share, and
+    a checkpoint's random numbers, which each process has its own file of, are loaded afterwards.
+    """
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.process_index > 0:
+            set_seed(args.seed, device_specific=True)
+
+
+class EarlyEvaluation(TrainerCallback):
+    """Evaluate after each of the first steps, where ENTAME and its peers differ most.
+
+    Args:
+        steps (`int`, *optional*, defaults to 10): the paper's tables average over ten.
+    """
+
+    def __init__(self, steps: int = 10) -> None:
+        self.steps = steps
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step <= self.steps:
+            control.should_evaluate = True

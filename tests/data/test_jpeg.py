@@ -1,0 +1,106 @@
+"""The fast way to decode gives what the careful one gives, and leaves to it what it can't be trusted with."""
+
+import struct
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_images import PIXELS, UNREADABLE
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from entame_hf.data import UnreadableImageError, decode_image, decode_pixels
+from entame_hf.data.jpeg import common_jpeg
+
+
+def jpeg(mode: str = "RGB", orientation: int | None = None, **options) -> bytes:
+    noise = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    image = Image.fromarray(noise).resize((61, 43), Image.Resampling.BICUBIC).convert(mode)
+    if orientation:
+        options["exif"] = Image.Exif()
+        options["exif"][0x0112] = orientation
+    buffer = BytesIO()
+    image.save(buffer, "JPEG", **options)
+    return buffer.getvalue()
+
+
+def exif(orientation: int, order: str, kind: str) -> bytes:
+    """Write EXIF with one entry by hand: Pillow writes neither big-endian nor long ones."""
+    code = {"H": 3, "I": 4}[kind]
+    value = struct.pack(order + kind, orientation).ljust(4, b"\0")
+    mark = b"II*\0" if order == "<" else b"MM\0*"
+    return b"Exif\0\0" + mark + struct.pack(order + "IHHHI", 8, 1, 0x0112, code, 1) + value + bytes(4)
+
+
+def xmp(orientation: int) -> bytes:
+    return b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>' % orientation
+
+
+def late_app1(data: bytes) -> bytes:
+    """Move the EXIF behind the frame's header."""
+    start = data.index(b"\xff\xe1")
+    end = start + 2 + int.from_bytes(data[start + 2 : start + 4])
+    scan = data.index(b"\xff\xda", end)
+    return data[:start] + data[end:scan] + data[start:end] + data[scan:]
+
+
+JPEGS = {
+    "rgb": jpeg(),
+    "grey": jpeg("L"),
+    "cmyk": jpeg("CMYK"),
+    "progressive": jpeg(progressive=True),
+    "full_chroma": jpeg(subsampling=0),
+    "kept_rgb": jpeg(keep_rgb=True),
+    "comment": jpeg(comment=b"\xff\xd9 in a comment"),
+    "zeros_after": jpeg() + b"\0" * 20,
+    **{f"orientation_{n}": jpeg(orientation=n) for n in range(1, 9)},
+    **{f"orientation_6{o}{kind}": jpeg(exif=exif(6, o, kind)) for o in "<>" for kind in "HI"},
+    "orientation_late": late_app1(jpeg(orientation=6)),
+    "orientation_xmp": jpeg(xmp=xmp(6)),
+    "orientation_xmp_beside_exif": jpeg(xmp=xmp(8), exif=Image.Exif()),
+    "upright_xmp": jpeg(xmp=xmp(1)),
+    "exif_first": jpeg(xmp=xmp(6), exif=exif(1, "<", "H")),
+    "out_of_range": jpeg(exif=exif(9, ">", "H")),
+}
+UNCOMMON = {"cmyk", "kept_rgb"}
+
+
+@pytest.mark.parametrize("name", JPEGS)
+def test_pixels_are_pillows(name):
+    expected = pil_to_tensor(decode_image(JPEGS[name]))
+    assert torch.equal(decode_pixels(JPEGS[name]), expected)
+
+
+@pytest.mark.parametrize("name", JPEGS)
+def test_headers_say_what_is_common(name):
+    header = common_jpeg(JPEGS[name])
+    assert (header is None) == (name in UNCOMMON)
+    if header:
+        assert (header.height, header.width) == (43, 61)
+        assert header.upright == (not name.startswith("orientation") or name == "orientation_1")
+
+
+@pytest.mark.parametrize("data", [data for data, *_ in PIXELS.values()], ids=PIXELS)
+def test_other_kinds_are_decoded_with_care(data):
+    assert common_jpeg(data) is None
+    assert torch.equal(decode_pixels(data), pil_to_tensor(decode_image(data)))
+
+
+@pytest.mark.parametrize("value", UNREADABLE.values(), ids=UNREADABLE)
+def test_unreadable_images_raise_one_error(value):
+    with pytest.raises(UnreadableImageError):
+        decode_pixels(value)
+
+
+def test_any_cut_is_noticed():
+    whole = jpeg()
+    for length in range(0, len(whole) - 2, 7):
+        assert common_jpeg(whole[:length]) is None
+
+
+def test_a_bomb_is_left_to_pillow(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    assert common_jpeg(jpeg()) is None
+    with pytest.raises(UnreadableImageError, match="DecompressionBombError"):
+        decode_pixels(jpeg())

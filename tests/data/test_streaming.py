@@ -1,0 +1,212 @@
+"""A stream gives the batches that its rows would give from disk, each epoch in another order."""
+
+import copy
+import tarfile
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
+from datasets import Image as ImageFeature
+from PIL import Image
+from transformers import ViTImageProcessor
+
+from entame_hf import EntameTrainer, EntameTrainingArguments
+from entame_hf.data import (
+    Augmentation,
+    ClassificationDataset,
+    DataArguments,
+    Preparation,
+    StreamingDataset,
+    build_datasets,
+    load_streams,
+    set_image_size,
+)
+from entame_hf.data.batches import batch_loader
+from entame_hf.errors import InputError
+
+PREPARATION = Preparation(set_image_size(ViTImageProcessor(), 32), exact=False)
+CPU = torch.device("cpu")
+
+
+def rows(count: int = 50, broken=(), label=None) -> Dataset:
+    def jpeg(i: int) -> bytes:
+        buffer = BytesIO()
+        pixels = np.random.default_rng(i).normal(25 * (i % 10), 20, (40, 50, 3)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(buffer, "JPEG")
+        return buffer.getvalue()
+
+    images = [{"bytes": b"<html>" if i in broken else jpeg(i), "path": None} for i in range(count)]
+    label = label or ClassLabel(names=[str(i) for i in range(10)])
+    features = Features({"image": ImageFeature(), "label": label, "other": Value("string")})
+    columns = {"image": images, "label": [i % 10 for i in range(count)], "other": ["x"] * count}
+    return Dataset.from_dict(columns, features=features)
+
+
+def stream(table: Dataset, **kwargs) -> StreamingDataset:
+    return StreamingDataset(table.to_iterable_dataset(num_shards=2), "image", "label", PREPARATION, **kwargs)
+
+
+def batches(data, size: int = 16) -> list[dict[str, torch.Tensor]]:
+    return [batch.to(CPU) for batch in batch_loader(data, size, CPU)]
+
+
+def test_evaluation_is_that_of_the_table():
+    table = rows()
+    undecoded = table.cast_column("image", ImageFeature(decode=False))
+    expected = batches(ClassificationDataset(undecoded, "image", "label", PREPARATION, cache_gb=0))
+    given = batches(stream(table, evaluation=True))
+    for one, other in zip(given, expected, strict=True):
+        assert torch.equal(one["labels"], other["labels"])
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+
+
+def test_epochs_are_shuffled_by_the_seed():
+    data = stream(rows(), augmentation=Augmentation("flip"))
+    orders = []
+    for epoch in (0, 0, 1):
+        data.set_epoch(epoch)
+        orders.append(torch.cat([batch["pixel_values"] for batch in batches(data)]))
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+
+
+def test_the_next_of_the_batch_stands_in():
+    data = stream(rows(broken={15}), evaluation=True)
+    given = batches(data)
+    assert given[0]["labels"].tolist() == [*(i % 10 for i in range(15)), -100]
+    assert torch.equal(given[0]["pixel_values"][15], given[0]["pixel_values"][0])
+    assert data.summary() == "1 images could not be read and were skipped: row 15 of train"
+    batches(data)
+    assert data.summary().startswith("1 images")
+    with pytest.raises(InputError, match=r"21 images could not be read .* At most 1%"):
+        batches(stream(rows(broken=range(10, 31))))
+
+
+def test_a_batch_without_an_image_takes_one_of_those_before():
+    given = batches(stream(rows(20, broken={19}), evaluation=True), 1)
+    assert given[19]["labels"].tolist() == [-100]
+    assert torch.equal(given[19]["pixel_values"], given[18]["pixel_values"])
+    with pytest.raises(InputError, match="No image of the first batch can be read"):
+        batches(stream(rows(20, broken={0, 1}), evaluation=True), 2)
+
+
+def test_labels_without_names_need_their_number():
+    table = rows(label=Value("int64"))
+    with pytest.raises(InputError, match="num_classes=10"):
+        stream(table)
+    assert stream(table, num_classes=10).recorder.num_classes == 10
+
+
+def test_a_stream_need_not_know_its_columns():
+    table = rows(8)
+    undecoded = table.cast_column("image", ImageFeature(decode=False))
+    generated = IterableDataset.from_generator(lambda: iter(undecoded))
+    assert generated.features is None
+    data = StreamingDataset(generated, "image", "label", PREPARATION, evaluation=True, num_classes=10)
+    assert torch.equal(batches(data)[0]["pixel_values"], batches(stream(table, evaluation=True))[0]["pixel_values"])
+
+
+def test_the_archives_of_webdataset_are_streamed(tmp_path):
+    for split, count in (("train", 12), ("test", 6)):
+        table = rows(count).cast_column("image", ImageFeature(decode=False))
+        (tmp_path / "data").mkdir(exist_ok=True)
+        with tarfile.open(tmp_path / "data" / f"{split}-0.tar", "w") as archive:
+            for i, row in enumerate(table):
+                for name, content in ((f"{i:03}.jpg", row["image"]["bytes"]), (f"{i:03}.cls", b"%d" % row["label"])):
+                    entry = tarfile.TarInfo(name)
+                    entry.size = len(content)
+                    archive.addfile(entry, BytesIO(content))
+    where = {"dataset_name": str(tmp_path / "data"), "image_column": "jpg", "label_column": "cls"}
+    with pytest.raises(InputError, match="--num_labels 1000"):
+        load_streams(**where)
+    splits = load_streams(**where, num_labels=10)
+    assert splits.class_names == [str(i) for i in range(10)]
+    _, evaluation, _ = build_datasets(
+        splits, set_image_size(ViTImageProcessor(), 32), DataArguments(streaming=True), seed=0
+    )
+    assert batches(evaluation)[0]["labels"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_parts_of_a_folder_are_streamed(tmp_path):
+    for split, count in (("train", 30), ("test", 20)):
+        rows(count).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    splits = load_streams(dataset_name=str(tmp_path / "data"), max_eval_samples=5)
+    assert (splits.image_column, splits.label_column) == ("image", "label")
+    assert splits.class_names == [str(i) for i in range(10)]
+    assert len(list(splits.evaluation)) == 5
+    train, evaluation, _ = build_datasets(
+        splits, set_image_size(ViTImageProcessor(), 32), DataArguments(streaming=True), seed=0
+    )
+    assert [len(batch["labels"]) for batch in batches(train)] == [16, 14]
+    assert batches(evaluation)[0]["labels"].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset_name": None}, "--streaming needs --dataset_name"),
+        ({"eval_split": "nothing"}, "--eval_split nothing: no such split"),
+        ({"eval_split": "train"}, None),
+    ],
+    ids=str,
+)
+def test_streams_that_cannot_be_are_named(tmp_path, options, message):
+    rows(10).to_parquet(tmp_path / "data" / "train.parquet")
+    with pytest.raises(InputError, match=message or "same split|can't be split"):
+        load_streams(**{"dataset_name": str(tmp_path / "data"), **options})
+
+
+def test_a_trainer_goes_round_a_stream(tiny_vit, tmp_path):
+    args = EntameTrainingArguments(
+        str(tmp_path), max_steps=8, per_device_train_batch_size=16, report_to="none", save_strategy="no",
+        learning_rate=1e-3, disable_tqdm=True,
+    )  # fmt: skip
+    seen = []
+
+    class Recording(EntameTrainer):
+        def compute_loss(self, model, inputs, *arguments, **kwargs):
+            seen.append(inputs["pixel_values"].mean((1, 2, 3)))
+            return super().compute_loss(model, inputs, *arguments, **kwargs)
+
+    data = stream(rows(), augmentation=Augmentation("none"))
+    trainer = Recording(tiny_vit, args, train_dataset=data, eval_dataset=stream(rows(), evaluation=True))
+    trainer.train()
+    first, second = torch.cat(seen[:4]), torch.cat(seen[4:8])
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(first.sort().values, second.sort().values)
+    prediction = trainer.predict(trainer.eval_dataset)
+    assert prediction.label_ids.tolist() == [i % 10 for i in range(50)]
+    # Streams of others are read by the first process, as ever.
+    assert trainer.accelerator.dispatch_batches is None
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("steps", [3, 5])
+def test_a_stream_goes_on_where_it_stopped(tiny_vit, tmp_path, steps, accumulation):
+    def train(max_steps=9, resume=None):
+        args = EntameTrainingArguments(
+            str(tmp_path), max_steps=max_steps, per_device_train_batch_size=16, report_to="none", save_steps=steps,
+            gradient_accumulation_steps=accumulation, disable_tqdm=True,
+        )  # fmt: skip
+        seen = []
+
+        class Recording(EntameTrainer):
+            def compute_loss(self, model, inputs, *arguments, **kwargs):
+                seen.append(inputs["pixel_values"])
+                return super().compute_loss(model, inputs, *arguments, **kwargs)
+
+        Recording(copy.deepcopy(tiny_vit), args, train_dataset=stream(rows(), augmentation=Augmentation())).train(
+            resume
+        )
+        return seen
+
+    whole = train()
+    rest = train(resume=str(tmp_path / f"checkpoint-{steps}"))
+    # Its own second checkpoint counts all batches of the pass.
+    again = train(resume=str(tmp_path / f"checkpoint-{2 * steps}")) if steps == 3 else []
+    for resumed in (rest, again):
+        for one, other in zip(resumed, whole[len(whole) - len(resumed) :], strict=True):
+            assert torch.equal(one, other)
+    assert len(rest) == (9 - steps) * accumulation

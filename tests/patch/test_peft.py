@@ -1,0 +1,208 @@
+"""Adapters: the head that peft trains is found, started, saved folded and resumed."""
+
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import timm
+import torch
+from conftest import TINY_VIT, RandomImages
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.functional import cross_entropy
+from transformers import ViTConfig, ViTForImageClassification
+
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, find_heads, fold_entame
+from entame_hf.patch.wrap import as_transformers
+
+DATA = RandomImages(48)
+LORA = {"target_modules": ["q_proj", "v_proj"], "r": 4}
+
+
+def vit(folder=None):
+    if folder is not None:
+        return ViTForImageClassification.from_pretrained(folder)
+    torch.manual_seed(0)
+    return ViTForImageClassification(ViTConfig(num_labels=10, **TINY_VIT))
+
+
+def with_adapters(base, **lora):
+    torch.manual_seed(1)
+    return get_peft_model(base, LoraConfig(**{**LORA, "modules_to_save": ["classifier"], **lora}))
+
+
+def arguments(folder, **changes):
+    defaults = {"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "report_to": "none", "disable_tqdm": True}
+    return EntameTrainingArguments(str(folder), per_device_train_batch_size=16, **{**defaults, **changes})
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(DATA.images).logits
+
+
+@pytest.mark.parametrize(
+    ("build", "lora", "path"),
+    [
+        (vit, {**LORA, "modules_to_save": ["classifier"]}, "classifier.modules_to_save.default"),
+        (vit, {"target_modules": ["q_proj", "classifier"]}, "classifier.base_layer"),
+        (
+            lambda: as_transformers(timm.create_model("test_convnext", num_classes=10)),
+            {"target_modules": ["fc1"], "modules_to_save": ["head"]},
+            "timm_model.head.modules_to_save.default.fc",
+        ),
+        (
+            lambda: as_transformers(timm.create_model("test_convnext", num_classes=10)),
+            {"target_modules": ["fc1", "head.fc"]},
+            "timm_model.head.fc.base_layer",
+        ),
+    ],
+    ids=["copied", "adapted", "copied-container", "adapted-in-container"],
+)
+def test_the_head_behind_an_adapter_is_found(build, lora, path):
+    model = get_peft_model(build(), LoraConfig(**lora))
+    (head,) = find_heads(model)
+    assert head.path == f"base_model.model.{path}"
+    assert head.module is model.get_submodule(head.path)
+    stock = path.replace(".modules_to_save.default", "").replace(".base_layer", "")
+    for asked in (stock, head.path):
+        assert find_heads(model, asked) == [head]
+
+
+@pytest.mark.parametrize("first", ["adapters", "entame"])
+def test_an_adapter_carries_its_folded_head_to_a_process_without_this_package(tmp_path, first):
+    base = vit()
+    base.save_pretrained(tmp_path / "base")
+    model = with_adapters(base if first == "adapters" else apply_entame(base))
+    trainer = EntameTrainer(model, arguments(tmp_path / "out"), train_dataset=DATA)
+    trainer.train()
+    expected = logits(model)
+    assert cross_entropy(expected, DATA.labels) < 2.25
+    trainer.save_model(str(tmp_path / "final"))
+    model.save_pretrained(tmp_path / "by-peft")
+    assert torch.equal(logits(model), expected)
+    torch.save((DATA.images, expected), tmp_path / "expected.pt")
+    script = """
+        import sys
+        sys.modules["entame_hf"] = None
+        import torch
+        from peft import PeftModel
+        from transformers import AutoModelForImageClassification
+        images, expected = torch.load("expected.pt")
+        for folder in ("out/checkpoint-4", "final", "by-peft"):
+            base = AutoModelForImageClassification.from_pretrained("base")
+            model = PeftModel.from_pretrained(base, folder).eval()
+            with torch.no_grad():
+                torch.testing.assert_close(model(images).logits, expected, rtol=0, atol=1e-4)
+    """
+    command = [sys.executable, "-I", "-c", textwrap.dedent(script)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    vit().save_pretrained(tmp_path / "base")
+    whole = with_adapters(vit(tmp_path / "base"))
+    EntameTrainer(whole, arguments(tmp_path / "out"), train_dataset=DATA).train()
+    resumed = with_adapters(vit(tmp_path / "base"))
+    trainer = EntameTrainer(resumed, arguments(tmp_path / "out"), train_dataset=DATA)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    torch.testing.assert_close(resumed.state_dict(), whole.state_dict(), rtol=0, atol=0)
+
+
+def test_the_best_adapter_comes_back_with_its_statistics(tmp_path):
+    model = with_adapters(vit())
+    # At this rate the loss soon explodes: the best checkpoint is not the last.
+    options = {"learning_rate": 0.3, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2}
+    args = arguments(tmp_path, load_best_model_at_end=True, **options)
+    trainer = EntameTrainer(model, args, train_dataset=DATA, eval_dataset=DATA)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+
+
+def test_the_card_of_an_adapter_is_the_best_one_s_and_keeps_what_people_wrote(tmp_path):
+    vit().save_pretrained(tmp_path / "base")
+    options = {"learning_rate": 0.3, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2}
+    args = arguments(tmp_path / "out", load_best_model_at_end=True, **options)
+    trainer = EntameTrainer(with_adapters(vit(tmp_path / "base")), args, train_dataset=DATA, eval_dataset=DATA)
+    trainer.train()
+    trainer.save_model()
+    file = tmp_path / "out" / "README.md"
+    assert not file.exists()  # peft's has nothing but blanks.
+    trainer.create_model_card()
+    file.write_text(file.read_text() + "\nMy own words.\n")
+    trainer.save_model()
+    trainer.create_model_card()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert f"| loss | {min(losses):.4g} |" in file.read_text()
+    assert file.read_text().endswith("\nMy own words.\n")
+    assert file.read_text().count("## Citation") == 1
+    assert str(tmp_path) not in file.read_text()
+    trainer.create_model_card(finetuned_from="someone/vit")
+    data = ModelCard.load(file).data
+    assert (data.library_name, data.base_model, data.base_model_relation) == ("peft", "someone/vit", "adapter")
+    # In a process without this package, as it stands.
+    shutil.copytree(tmp_path / "base", tmp_path / "out" / "someone" / "vit")
+    (snippet,) = re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL)
+    torch.save((DATA.images, logits(trainer.model)), tmp_path / "out" / "expected.pt")
+    check = """
+        import torch
+        images, expected = torch.load("expected.pt")
+        with torch.no_grad():
+            torch.testing.assert_close(model(images).logits, expected, rtol=0, atol=1e-4)
+    """
+    command = [sys.executable, "-I", "-c", snippet + textwrap.dedent(check)]
+    result = subprocess.run(command, cwd=tmp_path / "out", capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_merging_gives_the_stock_model(tmp_path):
+    model = with_adapters(vit())
+    EntameTrainer(model, arguments(tmp_path / "out", save_strategy="no"), train_dataset=DATA).train()
+    expected = logits(model)
+    fold_entame(model.merge_and_unload()).save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(vit(tmp_path / "merged")), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["mei", "entame"])
+def test_a_head_that_lora_adapts_folds_and_merges(tmp_path, method):
+    # The head itself is frozen and its adapter learns: trained by the user's own loop.
+    base = apply_entame(vit(), EntameConfig.for_method(method))
+    model = with_adapters(base, target_modules=["q_proj", "classifier"], modules_to_save=None).train()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        cross_entropy(model(DATA.images).logits, DATA.labels).backward()
+        optimizer.step()
+    expected = logits(model)
+    assert cross_entropy(expected, DATA.labels) < 2.3
+    merged = fold_entame(model).merge_and_unload()
+    assert type(merged.classifier) is torch.nn.Linear
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(vit(tmp_path / "merged")), expected, rtol=0, atol=1e-4)
+
+
+def test_a_head_that_the_adapter_would_not_save_is_refused(tmp_path):
+    for lora in ({"modules_to_save": None}, {"target_modules": ["classifier"], "modules_to_save": None}):
+        trainer = EntameTrainer(with_adapters(vit(), **lora), arguments(tmp_path), train_dataset=DATA)
+        with pytest.raises(ValueError, match=r'modules_to_save=\["classifier"\]'):
+            trainer.train()
+    with pytest.raises(ValueError, match="read features that are not normalised"):
+        apply_entame(with_adapters(vit(), target_modules=["classifier"], modules_to_save=None))
+    with pytest.raises(ValueError, match="before peft"):
+        apply_entame(with_adapters(vit()), num_labels=7)
+    bare = get_peft_model(timm.create_model("test_vit"), LoraConfig(target_modules=["qkv"]))
+    with pytest.raises(ValueError, match="Wrap a timm model"):
+        EntameTrainer(bare, arguments(tmp_path), train_dataset=DATA)
+
+
+def test_a_trained_adapter_is_not_wiped(tmp_path):
+    model = with_adapters(vit())
+    EntameTrainer(model, arguments(tmp_path), train_dataset=DATA).train()
+    with pytest.raises(ValueError, match="adapted with ENTAME before"):
+        EntameTrainer(model, arguments(tmp_path), train_dataset=DATA).train()
+    assert isinstance(model, PeftModel)
