@@ -1,17 +1,50 @@
-"""What stops a run: input that cannot be used, and what happens to good input."""
+"""What stops a run, and how names from outside are printed."""
 
 from __future__ import annotations
 
 
-class InputError(ValueError):
-    """Report input that cannot be used: the message says what was wrong, what is allowed and what to type.
+def printable(name: object) -> str:
+    r"""Escape what a terminal or a page would not show as it is: newlines, escape sequences, invisible characters.
 
-    Scripts print its message as one line and end with exit code 2. What is neither this nor a [`RunError`] is a bug.
+    Args:
+        name (`object`): a file name, a class name or any other text from outside.
+
+    Returns:
+        `str`: the text with every character that is not printable as its escape in Python.
+
+    Example:
+
+    ```python
+    >>> printable("cat\n\x1b[2J.jpg")
+    'cat\\n\\x1b[2J.jpg'
+    ```
     """
+    text = str(name)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _one_line(message: object) -> str:
+    return printable(" ".join(str(message).splitlines()))
+
+
+class InputError(ValueError):
+    """Report input that cannot be used: the message says what is wrong, what is allowed and what to type.
+
+    The message is one line; characters that are not printable are escaped. Scripts print it and end with exit code 2.
+    What is neither this nor a [`RunError`] is a bug.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(_one_line(message))
 
 
 class RunError(RuntimeError):
-    """Report what stopped a run whose input was good: the message says what is safe, and how to go on from there.
+    """Report what stopped a run whose input was good: the message says what is safe, and how to resume.
 
-    Scripts print its message and end with exit code 1.
+    The message is one line; characters that are not printable are escaped. Scripts print it and end with exit code 1.
     """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(_one_line(message))

@@ -19,7 +19,6 @@ from transformers import BaseImageProcessor, PreTrainedModel, TimmWrapperImagePr
 
 from .. import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, apply_entame, inspect_head
 from ..data import (
-    DataArguments,
     Splits,
     build_datasets,
     output_size,
@@ -33,6 +32,7 @@ from ..metrics import metrics_of_predictions, predicted_classes
 from ..patch.wrap import as_transformers, label_maps, timm_processor
 from ..trainer.callbacks import EarlyEvaluation
 from ..trainer.parallel import whole_models
+from .data_arguments import DataArguments
 from .demo import demo_dataset, demo_figures, demo_model, demo_table
 from .model import ModelArguments, check_input_size, load_classifier
 from .options import FILES, OptionParser
@@ -160,13 +160,17 @@ def prepare_data(
     if model_args.image_size is not None:
         processor = set_image_size(processor, model_args.image_size)
     check_input_size(model, output_size(processor))
-    train, evaluation, processor = build_datasets(
-        splits, processor, data_args, args.seed, own_statistics=model_args.normalization == "dataset"
+    built = build_datasets(
+        splits,
+        processor,
+        **data_args.build_options(args.seed),
+        own_statistics=model_args.normalization == "dataset",
     )
+    processor = built.processor
     if isinstance(processor, TimmWrapperImageProcessor):
         # Where timm and transformers look for a timm model's mean, std, size and crop.
         model.config.pretrained_cfg = update_pretrained_cfg(model.config.pretrained_cfg, processor)
-    return processor, train, evaluation
+    return processor, built.train, built.validation
 
 
 def inspect(model: nn.Module, train: Any, args: RunArguments) -> None:

@@ -1,12 +1,14 @@
 """Datasets in, batches out."""
 
-from .arguments import DataArguments, build_datasets
 from .augmentation import AUGMENTATIONS, Augmentation
+from .build import BuiltDatasets, build_datasets
 from .channel_statistics import channel_statistics
+from .columns import balanced_class_weights
 from .dataset import ClassificationDataset
 from .folders import load_image_folder
 from .images import UnreadableImageError, decode_image, decode_pixels
 from .preparation import Preparation
+from .skipped import SkippedImage, write_skipped_images
 from .sources import Splits, load_splits, split_dataset
 from .streaming import StreamingDataset, load_streams
 from .transforms import (
@@ -20,12 +22,14 @@ from .transforms import (
 __all__ = [
     "AUGMENTATIONS",
     "Augmentation",
+    "BuiltDatasets",
     "ClassificationDataset",
-    "DataArguments",
     "Preparation",
+    "SkippedImage",
     "Splits",
     "StreamingDataset",
     "UnreadableImageError",
+    "balanced_class_weights",
     "build_datasets",
     "channel_statistics",
     "decode_image",
@@ -39,4 +43,5 @@ __all__ = [
     "set_normalization",
     "split_dataset",
     "update_pretrained_cfg",
+    "write_skipped_images",
 ]

@@ -23,21 +23,24 @@ class Splits:
     Attributes:
         train (`datasets.Dataset` or `None`):
             The training part; `None` if the dataset has none. Images are undecoded, labels class indices.
-        evaluation (`datasets.Dataset`):
-            The part to evaluate on, with the same two columns. Both are `datasets.IterableDataset` if streamed.
+        validation (`datasets.Dataset`):
+            The split to evaluate on, with the same two columns. Both are `datasets.IterableDataset` if streamed.
         class_names (`list[str]`):
             The name of each class, by its index.
         image_column (`str`):
             The column that holds the images.
         label_column (`str`):
             The column that holds the labels.
+        test (`datasets.Dataset`, *optional*):
+            The split to evaluate on at the end, if there is one.
     """
 
     train: Dataset | IterableDataset | None
-    evaluation: Dataset | IterableDataset
+    validation: Dataset | IterableDataset
     class_names: list[str]
     image_column: str
     label_column: str
+    test: Dataset | IterableDataset | None = None
 
 
 def load_splits(
@@ -69,7 +72,7 @@ def load_splits(
 
     ```python
     >>> splits = load_splits(data_dir="pets")
-    >>> len(splits.train), len(splits.evaluation), splits.class_names
+    >>> len(splits.train), len(splits.validation), splits.class_names
     (850, 150, ['cat', 'dog'])
     ```
     """
@@ -82,8 +85,8 @@ def load_splits(
 def split_dataset(
     loaded: DatasetDict | Dataset,
     *,
-    image_column: str | None = None,
-    label_column: str | None = None,
+    image_column_name: str | None = None,
+    label_column_name: str | None = None,
     train_split: str | None = None,
     eval_split: str | None = None,
     test_fraction: float = 0.15,
@@ -96,9 +99,9 @@ def split_dataset(
     Args:
         loaded (`datasets.DatasetDict` or `datasets.Dataset`):
             The dataset's splits, or its only one.
-        image_column (`str`, *optional*):
+        image_column_name (`str`, *optional*):
             The column of the images; by default the only one that holds images.
-        label_column (`str`, *optional*):
+        label_column_name (`str`, *optional*):
             The column of the labels; by default the only `ClassLabel`, else "label" or "labels".
         train_split (`str`, *optional*):
             The split to train on; by default "train".
@@ -130,8 +133,8 @@ def split_dataset(
     train_name, eval_name = choose_splits(loaded, train_split, eval_split)
     names = list(dict.fromkeys(name for name in (train_name, eval_name) if name is not None))
 
-    image_column = find_image_column(loaded[names[0]].features, image_column)
-    label_column = find_label_column(loaded[names[0]].features, label_column)
+    image_column = find_image_column(loaded[names[0]].features, image_column_name)
+    label_column = find_label_column(loaded[names[0]].features, label_column_name)
     if image_column == label_column:
         raise InputError(f"Column {image_column!r} cannot hold both the images and the labels.")
     for name in names:
@@ -161,7 +164,7 @@ def split_dataset(
         evaluation = parts[eval_name]
     return Splits(
         train=None if train is None else _draw(train, max_train_samples, seed),
-        evaluation=_draw(evaluation, max_eval_samples, seed),
+        validation=_draw(evaluation, max_eval_samples, seed),
         class_names=class_names,
         image_column=image_column,
         label_column=label_column,

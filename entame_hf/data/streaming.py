@@ -22,7 +22,7 @@ from .columns import check_labels, count_classes, find_image_column, find_label_
 from .images import UnreadableImageError
 from .preparation import Preparation
 from .records import RawBatch, Record, Recorder
-from .sources import Splits, choose_splits, load_parts
+from .sources import Splits, check_limits, choose_splits, load_parts
 from .unreadable import MAX_UNREADABLE_SHARE, UnreadableDataError, too_many
 from .workers import threads
 
@@ -176,8 +176,8 @@ def load_streams(
     *,
     dataset_name: str | None,
     dataset_config_name: str | None = None,
-    image_column: str | None = None,
-    label_column: str | None = None,
+    image_column_name: str | None = None,
+    label_column_name: str | None = None,
     train_split: str | None = None,
     eval_split: str | None = None,
     max_train_samples: int | None = None,
@@ -198,6 +198,7 @@ def load_streams(
     Raises:
         InputError: If the dataset can't be loaded, has one part only, or doesn't name its classes.
     """
+    check_limits(max_train_samples, max_eval_samples)
     if dataset_name is None:
         raise InputError("--streaming needs --dataset_name: an id on the Hub or a dataset's folder.")
     loaded = load_parts(dataset_name, dataset_config_name, streaming=True)
@@ -209,7 +210,8 @@ def load_streams(
         )
     parts = [loaded[name] for name in names]
     features = parts[0].features or parts[0]._resolve_features().features
-    image_column, label_column = find_image_column(features, image_column), find_label_column(features, label_column)
+    image_column = find_image_column(features, image_column_name)
+    label_column = find_label_column(features, label_column_name)
     feature = features[label_column]
     if isinstance(feature, datasets.ClassLabel):
         class_names = list(feature.names)

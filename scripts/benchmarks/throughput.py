@@ -22,7 +22,6 @@ from entame_hf import EntameTrainer
 from entame_hf.data import (
     Augmentation,
     ClassificationDataset,
-    DataArguments,
     Preparation,
     build_datasets,
     decode_image,
@@ -224,7 +223,7 @@ def first_batch(options: argparse.Namespace) -> dict[str, Any]:
         model = as_transformers(timm.create_model("resnet18", num_classes=classes))
         processor = set_image_size(timm_processor(model), 224)
         begin = time.perf_counter()
-        data, _, _ = build_datasets(splits, processor, DataArguments(), seed=0)
+        data = build_datasets(splits, processor, seed=0).train
         built = time.perf_counter()
         clock = FirstStep()
         args = training_arguments(options, 1, dataloader_num_workers=cores())

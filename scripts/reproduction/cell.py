@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import EvalPrediction, PrinterCallback, TimmWrapperImageProcessor, set_seed
 
-from entame_hf.data import ClassificationDataset, DataArguments, build_datasets, split_dataset
+from entame_hf.data import ClassificationDataset, build_datasets, split_dataset
 from entame_hf.heads import find_heads
 from entame_hf.metrics import predicted_classes
 from entame_hf.trainer.callbacks import EarlyEvaluation
@@ -109,7 +109,9 @@ def _data(
 ) -> tuple[ClassificationDataset, ClassificationDataset]:
     """Prepare a data set once for all runs: squashed to a square, normalised by its own colours or by those given."""
     loaded = load_data(source)
-    splits = split_dataset(loaded, image_column="image", label_column="label", train_split="train", eval_split="test")
+    splits = split_dataset(
+        loaded, image_column_name="image", label_column_name="label", train_split="train", eval_split="test"
+    )
     processor = TimmWrapperImageProcessor(
         {
             "input_size": (3, size, size),
@@ -120,9 +122,8 @@ def _data(
             "std": std or (1.0, 1.0, 1.0),
         }
     )
-    options = DataArguments(augmentation="flip" if flip else "none")
-    train, evaluation, _ = build_datasets(splits, processor, options, seed=0, own_statistics=not mean)
-    return train, evaluation
+    built = build_datasets(splits, processor, augmentation="flip" if flip else "none", seed=0, own_statistics=not mean)
+    return built.train, built.validation
 
 
 @cache

@@ -66,12 +66,12 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
 def _split(loaded: DatasetDict, seed: int, label_column: str | None = None) -> DatasetDict:
     splits = split_dataset(
         loaded,
-        label_column=label_column,
+        label_column_name=label_column,
         # Where there is a part for validation too, results are reported on this one.
         eval_split="test" if "test" in loaded else None,
         seed=seed,
     )
-    parts = DatasetDict(train=splits.train, test=splits.evaluation)
+    parts = DatasetDict(train=splits.train, test=splits.validation)
     names = {splits.image_column: "image", splits.label_column: "label"}
     parts = parts.rename_columns({old: new for old, new in names.items() if old != new})
     return parts.cast_column("image", Image())

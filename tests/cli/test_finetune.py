@@ -113,7 +113,7 @@ def test_from_a_folder_of_photos_to_a_model_that_pipeline_loads(tmp_path, photos
     assert timm.create_model(f"local-dir:{out}", pretrained=True).pretrained_cfg["label_names"] == sorted(COLOURS)
 
     classify = pipeline("image-classification", model=str(out))
-    held_out = load_splits(data_dir=str(photos), seed=42).evaluation
+    held_out = load_splits(data_dir=str(photos), seed=42).validation
     right = sum(classify(row["image"]["path"])[0]["label"] == sorted(COLOURS)[row["label"]] for row in held_out)
     assert right / len(held_out) == pytest.approx(results["eval_accuracy"])
 
@@ -418,7 +418,7 @@ def test_images_are_cropped_and_mixed_and_classes_weighed(tmp_path, photos, timm
 
 def test_a_stream_is_trained_on_for_so_many_steps(tmp_path, photos, timm_folder):
     parts = load_splits(data_dir=str(photos))
-    for name, part in (("train", parts.train), ("test", parts.evaluation)):
+    for name, part in (("train", parts.train), ("test", parts.validation)):
         part.map(lambda row: {"image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}}).to_parquet(
             tmp_path / "data" / f"{name}.parquet"
         )
@@ -447,9 +447,9 @@ def test_deepspeed_by_its_configuration(tmp_path, monkeypatch, photos, timm_fold
     splits = load_splits(data_dir=str(photos))
     processor = AutoImageProcessor.from_pretrained(tmp_path / "out")
     correct = 0
-    for row in splits.evaluation:
+    for row in splits.validation:
         image = Image.open(row["image"]["path"])
         with torch.no_grad():
             correct += int(loaded(**processor(image, return_tensors="pt")).logits.argmax()) == row["label"]
-    assert correct / len(splits.evaluation) == pytest.approx(results["eval_accuracy"], abs=0.06)
+    assert correct / len(splits.validation) == pytest.approx(results["eval_accuracy"], abs=0.06)
     assert results["eval_accuracy"] > 0.6

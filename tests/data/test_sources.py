@@ -47,7 +47,7 @@ def test_a_local_parquet_folder_loads(tmp_path: Path):
     table([0, 1, 2, 1]).to_parquet(folder / "train-00000-of-00001.parquet")
     table([1]).to_parquet(folder / "test-00000-of-00001.parquet")
     splits = load_splits(dataset_name=str(folder))
-    assert (len(splits.train), len(splits.evaluation)) == (4, 1)
+    assert (len(splits.train), len(splits.validation)) == (4, 1)
     assert splits.class_names == ["cat", "dog", "owl"]
     assert splits.train.features == Features({"image": Image(decode=False), "label": LABELS})
     assert splits.train[3] == {"image": {"bytes": b"junk 3", "path": None}, "label": 1}
@@ -59,7 +59,7 @@ def test_a_folder_of_images_loads(tmp_path: Path):
         for i in range(10):
             (tmp_path / name / f"{i}.jpg").touch()
     splits = load_splits(data_dir=str(tmp_path), test_fraction=0.3)
-    assert Counter(splits.evaluation["label"]) == {0: 3, 1: 3}
+    assert Counter(splits.validation["label"]) == {0: 3, 1: 3}
     assert (splits.image_column, splits.label_column, splits.class_names) == ("image", "label", ["a", "b"])
 
 
@@ -80,7 +80,7 @@ def test_splits_are_chosen(load, names, options, expected):
     sizes = {name: 3 * (i + 1) for i, name in enumerate(names.split())}
     splits = load({name: table([0, 1, 2] * (size // 3)) for name, size in sizes.items()}, **options)
     assert (splits.train and len(splits.train)) == (expected[0] and sizes[expected[0]])
-    assert len(splits.evaluation) == sizes[expected[1]]
+    assert len(splits.validation) == sizes[expected[1]]
 
 
 @pytest.mark.parametrize("options", [{}, {"eval_split": "train"}], ids=["no_other_split", "train_named_twice"])
@@ -89,17 +89,17 @@ def test_a_share_of_each_class_is_held_out(load, options):
     if options:
         data["test"] = table([0, 1, 2])
     splits = load(data, **options)
-    assert Counter(splits.evaluation["label"]) == {0: 15, 1: 3, 2: 6}
+    assert Counter(splits.validation["label"]) == {0: 15, 1: 3, 2: 6}
     assert Counter(splits.train["label"]) == {0: 85, 1: 17, 2: 34}
-    assert not ids(splits.train) & ids(splits.evaluation)
-    assert ids(splits.train) | ids(splits.evaluation) == {b"junk %d" % i for i in range(160)}
+    assert not ids(splits.train) & ids(splits.validation)
+    assert ids(splits.train) | ids(splits.validation) == {b"junk %d" % i for i in range(160)}
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
 def test_every_class_of_two_or_more_is_in_both_parts(load, fraction):
     splits = load(table([0, 0, 1, 2, 2, 2]), test_fraction=fraction)
     assert set(splits.train["label"]) == {0, 1, 2}
-    assert set(splits.evaluation["label"]) == {0, 2}
+    assert set(splits.validation["label"]) == {0, 2}
 
 
 def test_the_seed_decides(load):
@@ -109,20 +109,20 @@ def test_the_seed_decides(load):
     }
     for first, second in draws.values():
         assert ids(first.train) == ids(second.train)
-        assert ids(first.evaluation) == ids(second.evaluation)
-        assert (len(first.train), len(first.evaluation)) == (50, 10)
-    assert ids(draws[1][0].evaluation) != ids(draws[2][0].evaluation)
+        assert ids(first.validation) == ids(second.validation)
+        assert (len(first.train), len(first.validation)) == (50, 10)
+    assert ids(draws[1][0].validation) != ids(draws[2][0].validation)
     assert ids(draws[1][0].train) != ids(draws[2][0].train)
 
 
 def test_images_are_drawn_from_everywhere(load):
     splits = load(table([0] * 50 + [1] * 50), max_train_samples=20, max_eval_samples=8)
-    assert set(splits.train["label"]) == set(splits.evaluation["label"]) == {0, 1}
+    assert set(splits.train["label"]) == set(splits.validation["label"]) == {0, 1}
 
 
 def test_limits_above_the_size_keep_everything(load):
     splits = load({"train": table([0, 1, 2]), "test": table([0, 1])}, max_train_samples=9, max_eval_samples=9)
-    assert (len(splits.train), len(splits.evaluation)) == (3, 2)
+    assert (len(splits.train), len(splits.validation)) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_labels_without_names_are_encoded(load, labels, dtype, names):
     splits = load({"train": table(labels, Value(dtype), "labels"), "test": table(labels[:2], Value(dtype), "labels")})
     assert splits.class_names == names
     assert [names[i] for i in splits.train["labels"]] == [str(label) for label in labels]
-    assert [names[i] for i in splits.evaluation["labels"]] == [str(label) for label in labels[:2]]
+    assert [names[i] for i in splits.validation["labels"]] == [str(label) for label in labels[:2]]
     assert splits.train.features["labels"] == ClassLabel(names=names)
 
 
@@ -161,17 +161,17 @@ B_A, STRINGS = ClassLabel(names=["b", "a"]), Value("string")
 def test_parts_are_matched_by_the_names_of_classes(load, train, test, names):
     splits = load({"train": train, "test": test})
     assert splits.class_names == names
-    assert splits.train.features == splits.evaluation.features
-    told = [names[i] for i in splits.evaluation["label"]]
+    assert splits.train.features == splits.validation.features
+    told = [names[i] for i in splits.validation["label"]]
     assert told == (["20", "1", "20"] if names[0] == "1" else ["b", "a", "b"])
-    assert ids(splits.evaluation) == {b"junk 0", b"junk 1", b"junk 2"}
+    assert ids(splits.validation) == {b"junk 0", b"junk 1", b"junk 2"}
 
 
 def test_parts_of_the_same_classes_are_left_as_they_are(load):
     data = {"train": table([0, 1, 2]), "test": table([2, 1])}
     splits = load(data)
     undecoded = data["test"].select_columns(["image", "label"]).cast_column("image", Image(decode=False))
-    assert splits.evaluation._fingerprint == undecoded._fingerprint
+    assert splits.validation._fingerprint == undecoded._fingerprint
 
 
 def test_names_of_absent_classes_are_kept(load):
@@ -183,7 +183,7 @@ FINE = {"fine_label": ([0, 1, 0, 1], ClassLabel(names=["x", "y"]))}
 
 def test_named_columns_are_taken(load):
     data = table([0, 1, 2, 0], thumb=([b"1", b"2", b"3", b"4"], Value("binary")), **FINE)
-    splits = load(data, image_column="thumb", label_column="fine_label")
+    splits = load(data, image_column_name="thumb", label_column_name="fine_label")
     assert splits.class_names == ["x", "y"]
     assert splits.train.features["thumb"] == Image(decode=False)
     assert splits.train[0]["thumb"] == {"bytes": b"1", "path": None}
@@ -204,7 +204,7 @@ def test_named_columns_are_taken(load):
 )
 def test_other_columns_hold_images_where_they_are_named(load, value, kind, expected):
     data = table([0, 1] * 2, file=([value] * 4, kind))
-    assert load(data, image_column="file").train[0]["file"] == expected
+    assert load(data, image_column_name="file").train[0]["file"] == expected
 
 
 TWO_IMAGES = {"other": ([{"bytes": b"", "path": None}] * 4, Image())}
@@ -224,14 +224,14 @@ ERRORS = {
         {},
         "label, labels.*--label_column_name",
     ),
-    "named_label_absent": (table(FOUR), {"label_column": "y"}, "--label_column_name y: no such.*image"),
-    "named_image_absent": (table(FOUR), {"image_column": "x"}, "--image_column_name x: no such.*label"),
-    "image_is_no_image": (table(FOUR), {"image_column": "label"}, "--image_column_name label holds"),
-    "label_is_a_list": (table(FOUR, **MULTI), {"label_column": "tags"}, "'tags' holds .*allowed: ClassLabel"),
+    "named_label_absent": (table(FOUR), {"label_column_name": "y"}, "--label_column_name y: no such.*image"),
+    "named_image_absent": (table(FOUR), {"image_column_name": "x"}, "--image_column_name x: no such.*label"),
+    "image_is_no_image": (table(FOUR), {"image_column_name": "label"}, "--image_column_name label holds"),
+    "label_is_a_list": (table(FOUR, **MULTI), {"label_column_name": "tags"}, "'tags' holds .*allowed: ClassLabel"),
     "label_is_a_float": (table([0.5] * 4, Value("float32")), {}, "'label' holds .*float32"),
     "same_column": (
         table(FOUR, file=(["a", "b"] * 2, Value("string"))),
-        {"image_column": "file", "label_column": "file"},
+        {"image_column_name": "file", "label_column_name": "file"},
         "cannot hold both",
     ),
     "unlabelled_rows": (table([0, -1, 1, -1, -1]), {}, "3 of 5 images of split 'train' have no label"),
@@ -315,11 +315,11 @@ def test_no_secret_is_told(monkeypatch):
 def test_labels_of_an_evaluation_part_alone_are_encoded(load):
     splits = load({"test": table(["b", "a"], Value("string"))})
     assert splits.train is None
-    assert (splits.class_names, list(splits.evaluation["label"])) == (["a", "b"], [1, 0])
+    assert (splits.class_names, list(splits.validation["label"])) == (["a", "b"], [1, 0])
 
 
 def test_rows_keep_their_label(load):
     labels = np.random.default_rng(0).integers(0, 3, 200).tolist()
     splits = load(table(labels), max_train_samples=60)
-    for row in [*splits.train, *splits.evaluation]:
+    for row in [*splits.train, *splits.validation]:
         assert row["label"] == labels[int(row["image"]["bytes"].split()[1])]

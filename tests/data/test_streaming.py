@@ -16,7 +16,6 @@ from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.data import (
     Augmentation,
     ClassificationDataset,
-    DataArguments,
     Preparation,
     StreamingDataset,
     build_datasets,
@@ -118,14 +117,12 @@ def test_the_archives_of_webdataset_are_streamed(tmp_path):
                     entry = tarfile.TarInfo(name)
                     entry.size = len(content)
                     archive.addfile(entry, BytesIO(content))
-    where = {"dataset_name": str(tmp_path / "data"), "image_column": "jpg", "label_column": "cls"}
+    where = {"dataset_name": str(tmp_path / "data"), "image_column_name": "jpg", "label_column_name": "cls"}
     with pytest.raises(InputError, match="--num_labels 1000"):
         load_streams(**where)
     splits = load_streams(**where, num_labels=10)
     assert splits.class_names == [str(i) for i in range(10)]
-    _, evaluation, _ = build_datasets(
-        splits, set_image_size(ViTImageProcessor(), 32), DataArguments(streaming=True), seed=0
-    )
+    _, evaluation, _, _ = build_datasets(splits, set_image_size(ViTImageProcessor(), 32))
     assert batches(evaluation)[0]["labels"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -135,10 +132,8 @@ def test_parts_of_a_folder_are_streamed(tmp_path):
     splits = load_streams(dataset_name=str(tmp_path / "data"), max_eval_samples=5)
     assert (splits.image_column, splits.label_column) == ("image", "label")
     assert splits.class_names == [str(i) for i in range(10)]
-    assert len(list(splits.evaluation)) == 5
-    train, evaluation, _ = build_datasets(
-        splits, set_image_size(ViTImageProcessor(), 32), DataArguments(streaming=True), seed=0
-    )
+    assert len(list(splits.validation)) == 5
+    train, evaluation, _, _ = build_datasets(splits, set_image_size(ViTImageProcessor(), 32))
     assert [len(batch["labels"]) for batch in batches(train)] == [16, 14]
     assert batches(evaluation)[0]["labels"].tolist() == [0, 1, 2, 3, 4]
 

@@ -4,13 +4,14 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 from transformers import DINOv3ViTImageProcessor
 
-from entame_hf.data import DataArguments, Splits, build_datasets, set_image_size
+from entame_hf.cli.data_arguments import DataArguments
+from entame_hf.data import Splits, build_datasets, set_image_size
 from entame_hf.errors import InputError
 
 
 @pytest.mark.parametrize("size", [float("nan"), float("inf"), -1.0])
 def test_room_for_images_is_a_size(size):
-    with pytest.raises(InputError, match=f"--image_cache_gb {size} must be 0, .* or more"):
+    with pytest.raises(InputError, match=f"`image_cache_gb={size}` must be 0, .* or more"):
         DataArguments(image_cache_gb=size)
 
 
@@ -20,7 +21,7 @@ def test_room_for_images_is_a_size(size):
     [
         ({"max_eval_samples": 0}, "--max_eval_samples 0 leaves no image"),
         ({"max_train_samples": -3}, "--max_train_samples -3 leaves no image"),
-        ({"data_dir": "photos"}, "--data_dir"),
+        ({"data_dir": "photos"}, "data_dir"),
     ],
     ids=["max_eval_samples", "max_train_samples", "data_dir"],
 )
@@ -43,6 +44,5 @@ def test_randaugment_is_refused_where_a_processor_resizes_no_bytes(streaming):
         build_datasets(
             Splits(part, part, ["a", "b"], "image", "label"),
             processor,
-            DataArguments(augmentation="randaugment", streaming=streaming),
-            seed=0,
+            augmentation="randaugment",
         )
