@@ -2,6 +2,7 @@
 
 from .augmentation import AUGMENTATIONS, Augmentation
 from .build import BuiltDatasets, build_datasets
+from .batches import BatchDataset, batch_loader, to_device
 from .channel_statistics import channel_statistics
 from .columns import balanced_class_weights
 from .dataset import ClassificationDataset
@@ -18,10 +19,12 @@ from .transforms import (
     set_normalization,
     update_pretrained_cfg,
 )
+from .workers import cores
 
 __all__ = [
     "AUGMENTATIONS",
     "Augmentation",
+    "BatchDataset",
     "BuiltDatasets",
     "ClassificationDataset",
     "Preparation",
@@ -30,8 +33,10 @@ __all__ = [
     "StreamingDataset",
     "UnreadableImageError",
     "balanced_class_weights",
+    "batch_loader",
     "build_datasets",
     "channel_statistics",
+    "cores",
     "decode_image",
     "decode_pixels",
     "evaluation_transform",
@@ -42,6 +47,7 @@ __all__ = [
     "set_image_size",
     "set_normalization",
     "split_dataset",
+    "to_device",
     "update_pretrained_cfg",
     "write_skipped_images",
 ]
