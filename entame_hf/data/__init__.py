@@ -1,8 +1,8 @@
 """Datasets in, batches out."""
 
 from .augmentation import AUGMENTATIONS, Augmentation
-from .build import BuiltDatasets, build_datasets
 from .batches import BatchDataset, batch_loader, to_device
+from .build import BuiltDatasets, build_datasets
 from .channel_statistics import channel_statistics
 from .columns import balanced_class_weights
 from .dataset import ClassificationDataset
