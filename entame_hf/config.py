@@ -154,7 +154,7 @@ _METHODS: dict[str, tuple[Init, bool]] = {
 }
 
 
-def noise_after_first_step(config: EntameConfig, classes: int, learning_rate: float, batch_size: int) -> float:
+def noise_to_signal_ratio(config: EntameConfig, classes: int, learning_rate: float, batch_size: int) -> float:
     """Compute Nλ², with λ = C·√φ_w/γ: how much of the head is noise after one step of plain gradient descent.
 
     Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698).

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, set_seed
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers
 
 TEST_SIZE = 5000
 

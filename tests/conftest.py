@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from entame_hf import EntameTrainer
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers
 
 CONFIGURATIONS = Path(__file__).parent.parent / "scripts" / "launch"
 

@@ -29,7 +29,7 @@ from ..data import (
 from ..data.batches import batch_loader
 from ..data.workers import cores
 from ..metrics import metrics_of_predictions, predicted_classes
-from ..patch.wrap import as_transformers, label_maps, timm_processor
+from ..patch import as_transformers, label_maps, timm_processor
 from ..trainer.callbacks import EarlyEvaluation
 from ..trainer.parallel import whole_models
 from .data_arguments import DataArguments

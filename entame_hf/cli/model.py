@@ -16,10 +16,7 @@ from transformers import (
 
 from ..config import EntameConfig
 from ..errors import InputError
-from ..patch.apply import apply_entame
-from ..patch.fold import fold_entame
-from ..patch.state import class_names, was_adapted
-from ..patch.wrap import label_maps
+from ..patch import apply_entame, class_names, fold_entame, has_trained_head, label_maps
 
 
 @dataclass
@@ -86,7 +83,7 @@ def load_classifier(
             f"Cannot load --model_name_or_path {name}: {reason}. Give the id of an image classifier on the Hub, such "
             "as timm/resnet50.a1_in1k, or a folder that save_pretrained has written."
         ) from error
-    if class_names(before) != names and was_adapted(model):
+    if class_names(before) != names and has_trained_head(model):
         # As many classes as before, and others: the head that was loaded knows nothing of them.
         fold_entame(apply_entame(model, EntameConfig.for_method("keep"), num_labels=len(names)))
     return model, processor

@@ -29,7 +29,7 @@ class ErrorEnergy(NamedTuple):
     entropy: Tensor
 
 
-def share_of_error(part: Tensor, total: Tensor) -> Tensor:
+def fraction_of_error(part: Tensor, total: Tensor) -> Tensor:
     """Divide a part's energy by that of the error; an error of zero has no share of anything."""
     return torch.where(total == 0, torch.zeros_like(total), part / total)
 
@@ -80,7 +80,7 @@ def error_energy(logits: Tensor, labels: Tensor) -> ErrorEnergy:
         labels=mean_energy(targets, targets),
         alignment=mean_energy(estimates, targets),
         total=total,
-        noise_share=share_of_error(of_estimates, total),
+        noise_share=fraction_of_error(of_estimates, total),
         # softmax underflows to 0 where its logarithm is still finite, and 0 · ln 0 = 0.
         entropy=-mean_energy(estimates, log_estimates.clamp(min=torch.finfo(torch.float32).min)),
     )

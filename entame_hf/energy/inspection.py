@@ -16,9 +16,8 @@ from ..config import EntameConfig, Method
 from ..errors import InputError
 from ..heads import Head, find_heads, num_classes
 from ..layers import ZNorm
-from ..patch.apply import apply_entame
-from ..patch.state import was_adapted
-from .error import ErrorEnergy, share_of_error
+from ..patch import apply_entame, has_trained_head
+from .error import ErrorEnergy, fraction_of_error
 from .first_step import backbone_features, first_step, inputs_and_labels, label_rows, unchanged
 
 METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
@@ -69,7 +68,7 @@ class HeadReport:
         classes (`int`): C.
         examples (`int`): how many images were looked at.
         heads (`list[str]`): paths of the heads.
-        whole (`bool`):
+        mean_of_heads (`bool`):
             Whether the logits are the mean of what the heads give, over heads and positions. Where a model does more
             with them, the values are those of that mean.
     """
@@ -79,7 +78,7 @@ class HeadReport:
     classes: int
     examples: int
     heads: list[str]
-    whole: bool
+    mean_of_heads: bool
 
     def __str__(self) -> str:
         title = f"{', '.join(self.heads)}: {self.classes:,} classes, ln C = {math.log(self.classes):.3f}"
@@ -95,7 +94,7 @@ class HeadReport:
             )
             row = (f"{cell:>{len(name)}}" for cell, name in zip(cells, COLUMNS, strict=True))
             lines.append("  ".join((f"{method:6}", *row)))
-        if not self.whole:
+        if not self.mean_of_heads:
             lines.append("(Of the heads' mean output: this model does more with it before its loss.)")
         return "\n".join([*lines, self.advice])
 
@@ -157,14 +156,14 @@ def inspect_head(
         methods = [name for name in METHODS if config.feature_norm or not EntameConfig.for_method(name).feature_norm]
         tried = {method: _heads_of(method, heads, config, learning_rate, seed) for method in methods}
         sums: dict[str, Any] = dict.fromkeys(methods, 0)
-        examples, whole = 0, True
+        examples, mean_of_heads = 0, True
         for batch in islice(batches, num_batches):
             images, labels = inputs_and_labels(batch)
             targets, counted = label_rows(labels.to(device), num_classes(heads[0].module))
             if not counted.any():
                 continue
             features, alone = backbone_features(model, heads, images)
-            whole = whole and alone
+            mean_of_heads = mean_of_heads and alone
             for method, leaves in tried.items():
                 sums[method] += first_step(leaves, features, targets, counted)
             examples += int(counted.sum())
@@ -177,7 +176,7 @@ def inspect_head(
         classes=num_classes(heads[0].module),
         examples=examples,
         heads=[head.path for head in heads],
-        whole=whole,
+        mean_of_heads=mean_of_heads,
     )
 
 
@@ -204,17 +203,17 @@ def _start(means: Tensor) -> HeadStart:
     values = (
         loss,
         energy.entropy,
-        share_of_error(energy.estimates, energy.total),
+        fraction_of_error(energy.estimates, energy.total),
         features,
-        share_of_error(features, energy.total),
-        share_of_error(noise, features),
+        fraction_of_error(features, energy.total),
+        fraction_of_error(noise, features),
     )
     return HeadStart(*(float(value) for value in values))
 
 
 def _advice(model: nn.Module, heads: list[Head], starts: dict[str, HeadStart]) -> str:
     keep, chance = starts["keep"], math.log(num_classes(heads[0].module))
-    if keep.loss <= chance * (1 if was_adapted(model) else KNOWS):
+    if keep.loss <= chance * (1 if has_trained_head(model) else KNOWS):
         return (
             f'Keep this head (entame_method="keep"): its loss of {keep.loss:.2f}, where a guess has {chance:.2f}, '
             "says that it knows these classes, which a new head would not; noise shares mean little for such a head."

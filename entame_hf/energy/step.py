@@ -17,12 +17,12 @@ from torch.nn.utils import get_total_norm
 
 from ..heads import Head, num_classes, num_features
 from ..layers import batch_statistics, widen
-from .error import ErrorEnergy, error_energy, share_of_error
+from .error import ErrorEnergy, error_energy, fraction_of_error
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
-class StepRecord:
+class StepEnergies:
     """Sum up what is measured of one optimizer step, on the device, and read it once at the end.
 
     A diagnosis must never stop a training: ignored labels, other shapes and other tasks' outputs pass.
@@ -139,7 +139,7 @@ class StepRecord:
         known = count.clamp(max=1).sum()
         energy = ErrorEnergy(*(sums[name] / sums["examples"] for name in ErrorEnergy._fields))
         # The share of means, which is what the definition averages; not the mean of shares.
-        energy = energy._replace(noise_share=share_of_error(energy.estimates, energy.total))
+        energy = energy._replace(noise_share=fraction_of_error(energy.estimates, energy.total))
         examples = torch.where(sums["examples"] > 0, sums["examples"], sums["rows"])
         # A process's loss is the mean of its own examples, and their gradients are averaged over the processes.
         arrived = sums["squares"] * examples / (len(table) * self._loss_scale) ** 2
@@ -148,7 +148,7 @@ class StepRecord:
             **energy._asdict(),
             "entropy_share": energy.entropy / math.log(self.classes),
             "features": arrived,
-            "features_share": share_of_error(arrived, energy.total),
+            "features_share": fraction_of_error(arrived, energy.total),
             "feature_mean": mean.sum() / known,
             "feature_var": (squares / count.clamp(min=1)).sum() / known,
             **{name: norm.to(mine.device) / self._loss_scale for name, norm in self._norms.items()},

@@ -17,10 +17,10 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 from transformers.modelcard import METRIC_TAGS, extract_hyperparameters_from_trainer
 
-from ..config import noise_after_first_step
+from ..config import noise_to_signal_ratio
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
 from ..metrics import Evaluation
-from ..patch.state import adaptation_record, class_names
+from ..patch import class_names, describe_adaptation
 from ..plots.confusion import confusion_matrix_figure
 from ..plots.curves import History, feature_variance_curves, learning_curves, noise_share_curves, save_figures, series
 from ..trainer.base_noise import KEY as BASE_NOISE_SHARE
@@ -166,7 +166,7 @@ def _evaluation(trainer: Any, classes: int) -> Evaluation:
 
 def _about_training(trainer: Any) -> dict[str, Any]:
     args, own, history = trainer.args, trainer.head_args, trainer.state.log_history
-    adaptation = adaptation_record(trainer.model, own.entame_method, args.learning_rate, trainer.head_rates.record())
+    adaptation = describe_adaptation(trainer.model, own.entame_method, args.learning_rate, trainer.head_rates.record())
     if adaptation is None or trainer.state.global_step == 0:
         # Not trained here: what its own config says.
         return {"adaptation": getattr(getattr(trainer.model, "config", None), "entame", None)}
@@ -174,7 +174,7 @@ def _about_training(trainer: Any) -> dict[str, Any]:
     if adaptation["init"] == "mei" and args.learning_rate > 0:
         examples = trainer._train_batch_size * args.world_size * args.gradient_accumulation_steps
         config, classes = trainer.entame_config(), adaptation["num_labels"]
-        noise = noise_after_first_step(config, classes, args.learning_rate, examples)
+        noise = noise_to_signal_ratio(config, classes, args.learning_rate, examples)
     more = {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name, False)}
     name = "head_lr_multiplier" if own.head_lr is None else "head_lr"
     more[name], more["head_warmup_steps"] = getattr(own, name), own.warmup_steps_of_head()

@@ -62,8 +62,8 @@ class CardFacts:
             "transformers", or "timm" for a model that both load; None for one of your own.
         has_processor (`bool`): whether an image processor is saved beside the model.
         is_adapter (`bool`): whether peft puts what is saved on the base model.
-        adaptation (`dict`, *optional*): see [`adaptation_record`]; None for a model that was not trained here.
-        noise (`float`, *optional*): Nλ², see [`noise_after_first_step`].
+        adaptation (`dict`, *optional*): see [`describe_adaptation`]; None for a model that was not trained here.
+        noise (`float`, *optional*): Nλ², see [`noise_to_signal_ratio`].
         noise_share, base_noise_share (`float`, *optional*): of the first error, with this head and under `base`.
         hyperparameters (`dict`): names and values; empty for a model that was not trained here.
         evaluation ([`Evaluation`]): of these weights.

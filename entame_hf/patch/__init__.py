@@ -1,7 +1,41 @@
-"""ENTAME put into a model and taken out again."""
+"""Apply ENTAME to a model, fold it again, freeze parts of a model, wrap a timm model."""
 
-from .apply import apply_entame
-from .fold import fold_entame
-from .wrap import as_transformers
+from .apply import apply_entame, set_feature_norm
+from .fold import NO_BIAS, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
+from .freezing import frozen_backbone, frozen_backbone_parameters, frozen_statistics
+from .state import (
+    applied_config,
+    class_names,
+    clear_entame_state,
+    describe_adaptation,
+    has_trained_head,
+    set_applied,
+    set_trained,
+    shareable_config,
+)
+from .wrapping import as_transformers, label_maps, timm_processor
 
-__all__ = ["apply_entame", "as_transformers", "fold_entame"]
+__all__ = [
+    "NO_BIAS",
+    "applied_config",
+    "apply_entame",
+    "as_transformers",
+    "class_names",
+    "clear_entame_state",
+    "describe_adaptation",
+    "fold_entame",
+    "folded",
+    "folded_parameters",
+    "frozen_backbone",
+    "frozen_backbone_parameters",
+    "frozen_statistics",
+    "has_trained_head",
+    "label_maps",
+    "normalised_heads",
+    "set_applied",
+    "set_feature_norm",
+    "set_trained",
+    "shareable_config",
+    "stock_state_dict",
+    "timm_processor",
+]

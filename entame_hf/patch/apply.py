@@ -15,8 +15,8 @@ from ..errors import InputError
 from ..heads import Head, Leaf, find_heads, is_peft, num_classes, num_features
 from ..layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 from .fold import fold_leaf, normalise_leaf, to_stock
-from .gather import is_partitioned, reshard, whole
-from .state import applied_config, forget_adaptation, mark_applied, was_adapted
+from .gathering import gathered_parameters, is_zero3_sharded, reshard
+from .state import applied_config, clear_entame_state, has_trained_head, set_applied
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -79,7 +79,7 @@ def apply_entame(
         raise InputError("Adapters hold copies of the head: call apply_entame(..., num_labels=...) before peft.")
     for head in heads:
         _check(head, config, num_labels)
-    adapted = was_adapted(model)
+    adapted = has_trained_head(model)
     if num_labels is not None and (adapted or any(num_classes(head.module) != num_labels for head in heads)):
         _resize(model, heads, num_labels, generator)
     elif applied_config(model) == config and generator is None and not adapted:
@@ -94,9 +94,9 @@ def apply_entame(
     if config.init != "keep":
         for head in heads:
             _draw(head.module, _std(head.module, config, learning_rate), generator)
-    mark_applied(model, config)
+    set_applied(model, config)
     if num_labels is not None:
-        forget_adaptation(model)
+        clear_entame_state(model)
     return model
 
 
@@ -114,13 +114,13 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
         raise InputError(f"{head.path} is on the meta device and has no values yet: load the weights, then apply.")
     if isinstance(leaf.weight, DTensor):
         raise InputError(f"{head.path} is sharded already: apply ENTAME first, then shard the model.")
-    if is_partitioned(leaf) and num_labels is not None:
+    if is_zero3_sharded(leaf) and num_labels is not None:
         raise InputError(
             f"{head.path} is partitioned by DeepSpeed already. Rebuild it while it is loaded: "
             "from_pretrained(..., num_labels=..., ignore_mismatched_sizes=True)."
         )
     carried = config.init == "keep" and config.feature_norm and not isinstance(leaf, ZNormLeaf)
-    if carried and is_partitioned(leaf):
+    if carried and is_zero3_sharded(leaf):
         raise InputError(
             f"{head.path} is partitioned by DeepSpeed already, and what it has learned cannot be carried over to "
             'normalised features. Pass EntameConfig(init="keep", feature_norm=False).'
@@ -162,7 +162,7 @@ def _std(leaf: Leaf, config: EntameConfig, learning_rate: float | None) -> float
 
 @torch.no_grad()
 def _draw(leaf: Leaf, std: float, generator: torch.Generator | None) -> None:
-    with whole(leaf):
+    with gathered_parameters(leaf):
         # transformers' own initialisers do nothing to loaded tensors; and drawing on the CPU makes devices agree.
         leaf.weight.copy_(torch.empty(leaf.weight.shape).normal_(0, std, generator=generator))
         if leaf.bias is not None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..errors import InputError
 from ..heads import TIMM_PREFIX, base_model, is_peft, timm_model
 from ..layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
-from .gather import is_sharded, reshard, whole
+from .gathering import gathered_parameters, is_sharded, reshard
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -121,7 +121,7 @@ def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = No
     return state
 
 
-def save_stock(model: nn.Module) -> None:
+def patch_save_pretrained(model: nn.Module) -> None:
     """Make `model.save_pretrained`, and so `push_to_hub`, write the stock model while its heads are normalised.
 
     As they are, plain `from_pretrained` would drop the statistics with a remark, and give other logits.
@@ -178,7 +178,7 @@ def normalised_heads(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:
 
 def fold_leaf(leaf: ZNormLeaf) -> None:
     """Fold one head in place."""
-    with torch.no_grad(), whole(leaf):
+    with torch.no_grad(), gathered_parameters(leaf):
         weight, bias = folded_parameters(leaf.weight, leaf.bias, leaf.znorm.mean, leaf.znorm.var, leaf.znorm.eps)
         leaf.weight.copy_(weight)
         if leaf.bias is None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..config import EntameConfig
 from ..heads import base_model, find_heads, num_classes, timm_model
-from .fold import save_stock
+from .fold import patch_save_pretrained
 
 
 def applied_config(model: nn.Module) -> EntameConfig | None:
@@ -21,13 +21,13 @@ def applied_config(model: nn.Module) -> EntameConfig | None:
     return vars(model).get("entame_config") or vars(base_model(model)).get("entame_config")
 
 
-def mark_applied(model: nn.Module, config: EntameConfig) -> None:
+def set_applied(model: nn.Module, config: EntameConfig) -> None:
     """Note on the model which configuration its heads have, so that whoever saves it saves the stock model."""
     vars(model)["entame_config"] = config
-    save_stock(model)
+    patch_save_pretrained(model)
 
 
-def mark_trained(model: nn.Module) -> None:
+def set_trained(model: nn.Module) -> None:
     """Note on the model that its heads hold something that could be lost."""
     vars(model)["entame_trained"] = True
     if timm_model(model) is not None:
@@ -35,16 +35,16 @@ def mark_trained(model: nn.Module) -> None:
         vars(timm_model(model))["entame_trained"] = True
 
 
-def carry_marks(model: nn.Module, wrapper: nn.Module, prefix: str) -> None:
+def copy_entame_state(model: nn.Module, wrapper: nn.Module, prefix: str) -> None:
     """Note on a wrapper what was noted on the model that it holds under `prefix`."""
     config = applied_config(model)
     if config is not None:
-        mark_applied(wrapper, config.under(prefix))
+        set_applied(wrapper, config.under(prefix))
     if vars(model).get("entame_trained", False):
-        mark_trained(wrapper)
+        set_trained(wrapper)
 
 
-def was_adapted(model: nn.Module) -> bool:
+def has_trained_head(model: nn.Module) -> bool:
     """Tell whether the model's head was trained with ENTAME, here or according to the config it was loaded with."""
     if vars(model).get("entame_trained", False):
         return True
@@ -56,7 +56,7 @@ def was_adapted(model: nn.Module) -> bool:
     return record is not None and record["num_labels"] == base.config.num_labels
 
 
-def forget_adaptation(model: nn.Module) -> None:
+def clear_entame_state(model: nn.Module) -> None:
     """Take back that the model's heads hold something that could be lost."""
     for part in (model, timm_model(model)):
         if part is not None:
@@ -69,7 +69,7 @@ def forget_adaptation(model: nn.Module) -> None:
 _version = cache(version)
 
 
-def adaptation_record(
+def describe_adaptation(
     model: nn.Module, method: str | None, learning_rate: float, head_lr: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
     """Describe, for the saved config and the model card, how a model was adapted; plain types that JSON can hold.

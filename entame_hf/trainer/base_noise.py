@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..energy.error import error_energy
+from ..energy import error_energy
 from ..heads import find_heads, num_classes, num_features
 
 KEY = "energy/base_noise_share"

@@ -7,7 +7,7 @@ from typing import Any
 from accelerate.utils import set_seed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..patch.state import mark_trained
+from ..patch import set_trained
 
 
 class TrainedMark(TrainerCallback):
@@ -16,7 +16,7 @@ class TrainedMark(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        mark_trained(kwargs["model"])
+        set_trained(kwargs["model"])
 
 
 class OwnRandomness(TrainerCallback):

@@ -15,9 +15,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..config import EntameConfig
 from ..heads import find_heads
-from ..patch.apply import set_feature_norm
-from ..patch.fold import normalised_heads
-from ..patch.state import mark_applied, mark_trained
+from ..patch import normalised_heads, set_applied, set_feature_norm, set_trained
 
 HEAD_STATE_NAME = "entame_head.safetensors"
 
@@ -58,7 +56,7 @@ def saved_record(folder: str | Path) -> dict[str, Any]:
 def prepare_heads(model: nn.Module, config: EntameConfig) -> None:
     """Give a model the structure that a checkpoint's head state needs, without drawing anything."""
     set_feature_norm(find_heads(model, config.head), config)
-    mark_applied(model, config)
+    set_applied(model, config)
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> bool:
@@ -103,4 +101,4 @@ def load_head_state(model: nn.Module, folder: str | Path) -> None:
     for path, leaf in normalised_heads(model):
         prefix = f"{path}."
         leaf.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
-    mark_trained(model)
+    set_trained(model)

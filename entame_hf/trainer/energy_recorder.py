@@ -11,8 +11,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, has_length
 
-from ..config import first_step_bound, noise_after_first_step
-from ..energy.step import StepRecord
+from ..config import first_step_bound, noise_to_signal_ratio
+from ..energy import StepEnergies
 from ..heads import find_heads
 
 PREFIX = "energy/"
@@ -44,7 +44,7 @@ class EnergyRecorder(TrainerCallback):
     | `head_weights` | E[W²] after the step |
     | `phi_w` | φ_w, E[W²] before the first step; only after that step, like the next two, and with such a head |
     | `head_weights_bound` | what `head_weights` may be then, see [`first_step_bound`] |
-    | `noise_after_first_step` | Nλ², see [`noise_after_first_step`] |
+    | `noise_after_first_step` | Nλ², see [`noise_to_signal_ratio`] |
 
     Class weights count where gradients are measured, in `features` and `grad_norm_...`, and not at the logits. Several
     heads count as one that reads the features of all. Where a model gives several logits, energies are those of the
@@ -61,7 +61,7 @@ class EnergyRecorder(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.record: StepRecord | None = None
+        self.record: StepEnergies | None = None
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -70,7 +70,7 @@ class EnergyRecorder(TrainerCallback):
         first_steps = self.trainer.head_args.energy_logging_steps
         if is_measured(args, state, first_steps, kwargs.get("train_dataloader")):
             heads = find_heads(self.trainer.model, self.trainer.entame_config().head)
-            self.record = StepRecord(heads, args.device)
+            self.record = StepEnergies(heads, args.device)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -110,7 +110,7 @@ class EnergyRecorder(TrainerCallback):
         if state.global_step == 1 and config.init == "mei" and gamma > 0 and examples:
             values["phi_w"] = config.weight_variance(classes, gamma)
             values["head_weights_bound"] = first_step_bound(config, classes, gamma, examples)
-            values["noise_after_first_step"] = noise_after_first_step(config, classes, gamma, examples)
+            values["noise_after_first_step"] = noise_to_signal_ratio(config, classes, gamma, examples)
         # Logging ticks the box: without this, the step's own loss would go unlogged.
         wanted = control.should_log
         self.trainer.log({f"{PREFIX}{name}": value for name, value in values.items() if math.isfinite(value)})

@@ -6,12 +6,10 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..config import EntameConfig, noise_after_first_step
+from ..config import EntameConfig, noise_to_signal_ratio
 from ..errors import InputError
 from ..heads import find_heads, is_peft, num_classes
-from ..patch.apply import apply_entame
-from ..patch.fold import NO_BIAS
-from ..patch.state import applied_config
+from ..patch import NO_BIAS, applied_config, apply_entame
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +64,7 @@ def start_heads(
         )
     if config.init == "mei" and learning_rate > 0:
         classes = num_classes(heads[0].module)
-        share = noise_after_first_step(config, classes, learning_rate, batch_size * accumulation)
+        share = noise_to_signal_ratio(config, classes, learning_rate, batch_size * accumulation)
         message = f"Nλ² = {share:.3g}: the share of noise in the head's energy after a first plain gradient step."
         if share >= 1:
             logger.warning(

@@ -19,10 +19,18 @@ from ..config import EntameConfig
 from ..data.batches import to_device
 from ..errors import InputError
 from ..heads import TIMM_PREFIX, Head, find_heads, is_peft
-from ..patch.fold import folded, stock_state_dict
-from ..patch.freeze import frozen_backbone, frozen_statistics
-from ..patch.state import adaptation_record, applied_config, forget_adaptation, mark_trained, shareable_config
-from ..patch.wrap import as_transformers
+from ..patch import (
+    applied_config,
+    as_transformers,
+    clear_entame_state,
+    describe_adaptation,
+    folded,
+    frozen_backbone,
+    frozen_statistics,
+    set_trained,
+    shareable_config,
+    stock_state_dict,
+)
 from ..training_args import AUTO, HeadArguments
 from .callbacks import OwnRandomness, TrainedMark
 from .checkpoint import load_head_state, load_weights, prepare_heads, save_head_state, saved_config
@@ -154,7 +162,7 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
         except RuntimeError:
             if self.args.auto_find_batch_size:
                 # It may be tried again with a smaller batch, from a new head.
-                forget_adaptation(self.model)
+                clear_entame_state(self.model)
             raise
 
     # The heads' own learning rate needs a parameter group of their own before the scheduler reads the groups.
@@ -236,7 +244,7 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         applied = applied_config(self.model)
         method, rate, rates = self.head_args.entame_method, self.args.learning_rate, self.head_rates.record()
-        record = adaptation_record(self.model, method, rate, rates)
+        record = describe_adaptation(self.model, method, rate, rates)
         with shareable_config(self.model, record):
             super()._save(output_dir, stock_state_dict(self.model, state_dict))
         if applied and self.args.should_save:
@@ -270,7 +278,7 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             # Shards are saved and loaded as they train.
             load()
-            mark_trained(self.model)
+            set_trained(self.model)
             return
         if is_peft(self.model):
             with folded(self.model):

@@ -27,8 +27,7 @@ from transformers import PrinterCallback, TrainerCallback
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.data import Augmentation, ClassificationDataset, Preparation, load_splits, set_image_size
 from entame_hf.data.workers import cores
-from entame_hf.patch.fold import normalised_heads
-from entame_hf.patch.wrap import timm_processor
+from entame_hf.patch import normalised_heads, timm_processor
 
 from .drawing import draw_images
 from .throughput import model_of, training_arguments

@@ -31,7 +31,7 @@ from entame_hf.data import (
 )
 from entame_hf.data.batches import to_device
 from entame_hf.data.workers import cores
-from entame_hf.patch.wrap import as_transformers, timm_processor
+from entame_hf.patch import as_transformers, timm_processor
 
 from .drawing import draw_images
 from .timers import EpochTimer, StepClock

@@ -12,8 +12,7 @@ from torch import nn
 from entame_hf import EntameConfig, apply_entame
 from entame_hf.cli.demo import efficientnet_lite
 from entame_hf.cli.model import load_classifier
-from entame_hf.patch.state import mark_trained
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers, set_trained
 
 # Name of a source: which EfficientNet-Lite it is. Their weights come from the package index.
 EFFICIENTNET_LITES = {f"efficientnet_lite{size}": size for size in range(3)}
@@ -55,5 +54,5 @@ def _pretrained(source: str) -> Any:
         else:
             model, _ = load_classifier(source, ["0", "1"])
     # So that the head is drawn anew where it has the right number of classes already.
-    mark_trained(model)
+    set_trained(model)
     return model.eval()

@@ -15,7 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.heads import find_heads
-from entame_hf.patch.freeze import frozen_parameters
+from entame_hf.patch import frozen_backbone_parameters
 
 # What fastai trains even where the rest stands still.
 _NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm)
@@ -129,7 +129,7 @@ class ProbeThenFineTune(TwoPhaseTrainer):
         return self.args.probe_epochs
 
     def still(self) -> AbstractContextManager[None]:
-        return frozen_parameters(self.model, find_heads(self.model))
+        return frozen_backbone_parameters(self.model, find_heads(self.model))
 
     def scheduler(self, phase: int, steps: int) -> LRScheduler:
         probe = self.args.probe_learning_rate or self.args.learning_rate

@@ -31,8 +31,7 @@ from transformers import (
 from entame_hf import InputError
 from entame_hf.cli import finetune
 from entame_hf.data import load_splits
-from entame_hf.patch.fold import stock_state_dict
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers, stock_state_dict
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 

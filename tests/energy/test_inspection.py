@@ -46,7 +46,7 @@ class TestEveryKindOfModel:
         assert not any(head.module._forward_hooks for head in find_heads(model))
         assert list(report.methods) == ["base", "keep", "mei", "fn", "entame"]
         assert report.examples == 16
-        assert report.whole
+        assert report.mean_of_heads
         for method, noisy in (("mei", "base"), ("entame", "fn")):
             start = report.methods[method]
             assert start.loss == pytest.approx(math.log(CLASSES), abs=1e-3)
@@ -145,13 +145,13 @@ class TestValues:
         report = inspect_head(model, [(x, labels)], EntameConfig(head=["one", "two"]))
         error = model(x).softmax(-1) - one_hot(labels, 4)
         expected = (error @ (model.one.weight + model.two.weight) / 2).square().sum(-1).mean().item()
-        assert report.whole
+        assert report.mean_of_heads
         assert report.methods["keep"].features == pytest.approx(expected, rel=1e-4)
 
     def test_a_model_that_does_more_with_its_heads_output_says_so(self):
         model = nn.Sequential(nn.Linear(6, 4), nn.ReLU())
         report = inspect_head(model, [(torch.randn(12, 6), torch.arange(12) % 4)], EntameConfig(head="0"))
-        assert not report.whole
+        assert not report.mean_of_heads
         assert "does more" in str(report)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from entame_hf import EntameConfig, apply_entame, error_energy, find_heads, fold_entame
-from entame_hf.patch.fold import folded_parameters
+from entame_hf.patch import folded_parameters
 
 
 def images(side, count=8, seed=1):

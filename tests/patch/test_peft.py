@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import ViTConfig, ViTForImageClassification
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, find_heads, fold_entame
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers
 
 DATA = RandomImages(48)
 LORA = {"target_modules": ["q_proj", "v_proj"], "r": 4}

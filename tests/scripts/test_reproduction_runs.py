@@ -24,7 +24,7 @@ from reproduction.peers import TRAINERS, RunArguments
 from reproduction.results import append_line
 from reproduction.suite_file import read_suite
 
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "reproduce.py"
 TAKES_TIME = ("seconds", "commit", "processes", "command")

@@ -14,7 +14,7 @@ from reproduction.datasets import load_data
 from reproduction.models import load_model
 
 from entame_hf import InputError
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers
 
 CLASSES = 20
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, TrainerCallback
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame
-from entame_hf.patch.fold import stock_state_dict
+from entame_hf.patch import stock_state_dict
 
 DATA = RandomImages(48)
 

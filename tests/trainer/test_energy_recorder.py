@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainerState, TrainingArguments
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, ZNormLinear, error_energy, find_heads
-from entame_hf.config import first_step_bound, noise_after_first_step
-from entame_hf.energy.step import merge
+from entame_hf.config import first_step_bound, noise_to_signal_ratio
+from entame_hf.energy import merge
 from entame_hf.trainer.base_noise import KEY as BASE_NOISE
 from entame_hf.trainer.energy_recorder import is_measured
 from entame_hf.trainer.start import start_heads
@@ -284,7 +284,7 @@ class TestTheHeadsWeights:
         first, second = energies(trainer, 1), energies(trainer, 2)
         assert second["head_weights"] == pytest.approx(tiny_vit.classifier.weight.square().mean().item(), rel=1e-5)
         assert first["phi_w"] == 1e-12
-        assert first["noise_after_first_step"] == noise_after_first_step(config, CLASSES, 1e-4, 16)
+        assert first["noise_after_first_step"] == noise_to_signal_ratio(config, CLASSES, 1e-4, 16)
         assert first["head_weights_bound"] == first_step_bound(config, CLASSES, 1e-4, 16)
         assert {"phi_w", "head_weights_bound", "noise_after_first_step"}.isdisjoint(second)
 

@@ -27,7 +27,7 @@ from entame_hf import (
     head_learning_rate,
 )
 from entame_hf.cli.options import OptionParser
-from entame_hf.patch.state import applied_config
+from entame_hf.patch import applied_config
 from entame_hf.trainer.checkpoint import saved_record
 from entame_hf.trainer.head_lr import LOGIT_STEP, MARK, _share_of_gradient, feature_norms
 from entame_hf.trainer.parallel import check_sharding

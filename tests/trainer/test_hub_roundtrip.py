@@ -21,8 +21,7 @@ from hub_server import LFS_SIZE, WRITE, HubServer
 from PIL import Image
 from transformers import BitImageProcessor, ViTConfig, ViTForImageClassification
 
-from entame_hf.patch.fold import stock_state_dict
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers, stock_state_dict
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 COLOURS = {"red": (150, 90, 90), "green": (90, 150, 90), "blue": (90, 90, 150)}

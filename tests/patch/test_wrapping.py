@@ -5,7 +5,7 @@ import timm
 import torch
 from transformers import AutoModelForImageClassification, TimmWrapperForImageClassification
 
-from entame_hf.patch.wrap import as_transformers
+from entame_hf.patch import as_transformers
 
 
 def test_the_wrapper_holds_the_model_itself():

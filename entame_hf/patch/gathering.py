@@ -11,14 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def is_partitioned(module: nn.Module) -> bool:
+def is_zero3_sharded(module: nn.Module) -> bool:
     """Tell whether DeepSpeed's ZeRO-3 has taken a module's parameters apart: what is left of them is empty."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Tell whether processes hold parts of a module's parameters each, by ZeRO-3 or by FSDP2."""
-    return is_partitioned(module) or any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return is_zero3_sharded(module) or any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def reshard(model: nn.Module) -> None:
@@ -29,13 +29,13 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def whole(leaf: nn.Module) -> Iterator[None]:
+def gathered_parameters(leaf: nn.Module) -> Iterator[None]:
     """Put a leaf's parameters together on every process while this context lasts; what the first one writes stays.
 
     Writing to what ZeRO-3 leaves of a parameter would silently write nothing, and FSDP2's parts do not mix with
     tensors.
     """
-    if is_partitioned(leaf):
+    if is_zero3_sharded(leaf):
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(leaf.parameters()), modifier_rank=0):

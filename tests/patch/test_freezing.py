@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, apply_entame, find_heads
-from entame_hf.patch.freeze import frozen_backbone, frozen_statistics
+from entame_hf.patch import frozen_backbone, frozen_statistics
 
 
 def digest(model, leaf):

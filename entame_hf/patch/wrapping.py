@@ -10,7 +10,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from ..errors import InputError
 from ..heads import TIMM_PREFIX, base_model, is_peft, timm_model
-from .state import carry_marks
+from .state import copy_entame_state
 
 
 def label_maps(names: list[str]) -> dict[str, dict[Any, Any]]:
@@ -61,7 +61,7 @@ def as_transformers(model: nn.Module) -> Any:
             wrapper = TimmWrapperForImageClassification(config)
         if _shapes(wrapper.timm_model) == _shapes(inner):
             wrapper.timm_model = inner
-            carry_marks(inner, wrapper, TIMM_PREFIX)
+            copy_entame_state(inner, wrapper, TIMM_PREFIX)
             return wrapper
     raise InputError(
         f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={inner.num_classes}), so "

@@ -29,7 +29,7 @@ def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
     ```python
     >>> import timm
     >>> from entame_hf import find_heads
-    >>> from entame_hf.freeze import frozen_backbone
+    >>> from entame_hf.patch import frozen_backbone
 
     >>> model = timm.create_model("resnet18")
     >>> with frozen_backbone(model, find_heads(model)):
@@ -38,12 +38,12 @@ def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
     ```
     """
     still = _without_heads(model, {head.module for head in heads})
-    with frozen_parameters(model, heads), _in_eval_mode(still):
+    with frozen_backbone_parameters(model, heads), _in_eval_mode(still):
         yield
 
 
 @contextmanager
-def frozen_parameters(model: nn.Module, heads: list[Head]) -> Iterator[None]:
+def frozen_backbone_parameters(model: nn.Module, heads: list[Head]) -> Iterator[None]:
     """Let no parameter but the heads' learn while this context lasts; running statistics go on."""
     learning = {id(parameter) for head in heads for parameter in head.module.parameters()}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in learning]
