@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn.metrics import accuracy_score, f1_score, recall_score
+from sklearn.metrics import accuracy_score, f1_score, precision_recall_fscore_support, recall_score
 from transformers import EvalPrediction
 
 Metrics = Callable[[EvalPrediction], dict[str, float]]
@@ -74,36 +74,83 @@ IGNORED_LABEL = -100
 
 PREFIX = "eval_"
 
-# What Trainer measures of the machine, not of the model.
+# Trainer measures these of the machine, not of the model.
 _OF_THE_MACHINE = ("_runtime", "_per_second", "_time", "_delta")
 
 
 def evaluation_metrics(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Get what an evaluation measured of the model, from a line of a log history; empty for other lines.
+    """Get what an evaluation measured of the model, from one entry of a log history.
 
     Args:
         entry (`dict`): one entry of `trainer.state.log_history`.
 
     Returns:
-        `dict[str, float]`: without the prefix `eval_`, such as `{"loss": 0.3, "accuracy": 0.9}`.
+        `dict[str, float]`: plain numbers without the prefix `eval_`, such as `{"loss": 0.3, "accuracy": 0.9}`; empty
+        for an entry of another kind. Metrics that are no single number are left out.
     """
-    return {
-        key.removeprefix(PREFIX): value
-        for key, value in entry.items()
-        if key.startswith(PREFIX) and isinstance(value, (int, float)) and not key.endswith(_OF_THE_MACHINE)
-    }
+    numbers = {}
+    for key, value in entry.items():
+        # A scalar of numpy or torch is neither JSON nor YAML.
+        value = value.item() if getattr(value, "size", None) == 1 else value
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and key.startswith(PREFIX) and not key.endswith(_OF_THE_MACHINE):
+            numbers[key.removeprefix(PREFIX)] = value
+    return numbers
 
 
 class Evaluation(NamedTuple):
-    """What is known of the weights that a model holds.
+    """Hold what is known of the weights that a model holds.
 
     Args:
         metrics (`dict[str, float]`): see [`evaluation_metrics`]; empty where nothing was evaluated.
-        step (`int`, *optional*): the optimizer step that the weights are of.
+        step (`int`, *optional*): the optimizer step of the weights.
         confusion (`numpy.ndarray` of shape `(M, M)`, *optional*):
             Counts of examples, true classes by predicted ones, up to the last class that was seen: M ≤ C.
     """
 
     metrics: dict[str, float]
-    step: int | None
-    confusion: np.ndarray | None
+    step: int | None = None
+    confusion: np.ndarray | None = None
+
+
+class ClassScores(NamedTuple):
+    """Hold the scores of every class, by index.
+
+    Args:
+        precision (`numpy.ndarray` of shape `(C,)`): the fraction of the predictions of a class that are right.
+        recall (`numpy.ndarray` of shape `(C,)`): the fraction of the examples of a class that are found.
+        f1 (`numpy.ndarray` of shape `(C,)`): their harmonic mean.
+        support (`numpy.ndarray` of shape `(C,)`): the number of examples of a class.
+    """
+
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+    support: np.ndarray
+
+
+def class_scores(confusion: np.ndarray) -> ClassScores:
+    """Compute precision, recall and F1 of every class.
+
+    Args:
+        confusion (`numpy.ndarray` of shape `(C, C)`): counts of examples, true classes by predicted ones.
+
+    Returns:
+        [`ClassScores`]: a score of 0/0 is 0.
+
+    Example:
+
+    ```python
+    >>> import numpy as np
+    >>> from entame_hf.metrics import class_scores
+
+    >>> class_scores(np.array([[3, 1], [0, 4]])).precision
+    array([1. , 0.8])
+    ```
+    """
+    true, predicted = confusion.nonzero()
+    counts, labels = confusion[true, predicted], range(len(confusion))
+    precision, recall, f1, _ = precision_recall_fscore_support(
+        true, predicted, labels=labels, sample_weight=counts, zero_division=0
+    )
+    return ClassScores(precision, recall, f1, confusion.sum(axis=1))

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from transformers import EvalPrediction
 
-from entame_hf.metrics import classification_metric, metrics_of_predictions, predicted_classes
+from entame_hf.metrics import class_scores, classification_metric, metrics_of_predictions, predicted_classes
 
 
 def test_against_the_definitions():
@@ -28,3 +29,12 @@ def test_in_a_trainers_place():
 def test_ignored_labels_are_not_counted():
     prediction = EvalPrediction(predictions=np.array([0, 1, 1]), label_ids=np.array([0, -100, 0]))
     assert metrics_of_predictions()(prediction)["accuracy"] == 0.5
+
+
+def test_scores_of_classes_are_scikit_learns():
+    generator = np.random.default_rng(0)
+    # Class 4 has no example and class 5 is never predicted.
+    true, predicted = generator.choice([0, 1, 2, 3, 5], 300), generator.integers(0, 5, 300)
+    expected = precision_recall_fscore_support(true, predicted, labels=range(6), zero_division=0)
+    scores = class_scores(confusion_matrix(true, predicted, labels=range(6)))
+    np.testing.assert_allclose(np.stack(scores), np.stack(expected))

@@ -1,6 +1,7 @@
-"""The model card: what is known of a training and its model, beside the weights."""
+"""The model card: facts, a Markdown template, and the update of a card that people edited."""
 
-from .card import is_hub_id, license_of, write_model_card
-from .update import update_card
+from .card import render_card, write_model_card
+from .facts import CardFacts
+from .license import is_hub_id, license_of
 
-__all__ = ["is_hub_id", "license_of", "update_card", "write_model_card"]
+__all__ = ["CardFacts", "is_hub_id", "license_of", "render_card", "write_model_card"]

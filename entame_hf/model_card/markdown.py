@@ -1,17 +1,40 @@
-"""Texts and numbers as Markdown."""
+"""Names and numbers in Markdown."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+import unicodedata
 from typing import Any
+
+# They change the order of the characters around them.
+_BIDI_CONTROLS = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def plain(text: Any) -> str:
+    """Write any text in one line without characters that control a terminal or the order of the text.
+
+    Args:
+        text: a name, in any script.
+
+    Example:
+
+    ```python
+    >>> from entame_hf.model_card.markdown import plain
+
+    >>> plain("a\\n\\x1b[2Jb")
+    'a �[2Jb'
+    ```
+    """
+    line = _BIDI_CONTROLS.sub("", " ".join(str(text).split()))
+    # Surrogates stand for bytes of a file name that are no UTF-8, and cannot be written.
+    return "".join("�" if unicodedata.category(character) in ("Cc", "Cs") else character for character in line)
 
 
 def escape(text: Any) -> str:
-    """Write any text so that Markdown and HTML show it as it is, in one line.
+    """Write any text in one line so that Markdown and HTML show it as it is.
 
     Args:
-        text: a name, in any script, with any characters.
+        text: a name, in any script.
 
     Example:
 
@@ -23,17 +46,12 @@ def escape(text: Any) -> str:
     ```
     """
     # An underscore within a word means nothing in Markdown.
-    return re.sub(
-        r"[\\`*\[\]<>&|~$#{}!@^\"]|(?<!\w)_|_(?!\w)", lambda found: f"&#{ord(found[0])};", " ".join(str(text).split())
-    )
+    special = r"[\\`*\[\]<>&|~$#{}!@^\"]|(?<!\w)_|_(?!\w)"
+    return re.sub(special, lambda found: f"&#{ord(found[0])};", plain(text))
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lay out a table in Markdown; cells are written as they are given."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def number(value: float) -> str:
-    """Write a number with four digits that count; integers whole."""
+def number(value: Any) -> str:
+    """Write an integer in full, another number with four significant digits, and anything else as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return escape(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

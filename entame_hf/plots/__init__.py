@@ -1,6 +1,6 @@
 """Pictures of runs at the size of a README: what trainings did, and what a model confuses."""
 
-from .confusion import class_scores, confusion_matrix_figure
+from .confusion import confusion_matrix_figure
 from .curves import (
     History,
     accuracy_curves,
@@ -17,7 +17,6 @@ __all__ = [
     "Series",
     "Styles",
     "accuracy_curves",
-    "class_scores",
     "confusion_matrix_figure",
     "feature_variance_curves",
     "learning_curves",

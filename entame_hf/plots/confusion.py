@@ -1,9 +1,8 @@
-"""Which classes a model confuses: the scores of each class, and the picture."""
+"""A picture of the classes that a model confuses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.colors import PowerNorm
@@ -16,50 +15,6 @@ from .fonts import writable
 MOST_COUNTS, MOST_NAMES = 20, 50
 
 LONGEST_NAME = 24
-
-
-class ClassScores(NamedTuple):
-    """Scores of every class, by index.
-
-    Args:
-        precision (`numpy.ndarray` of shape `(C,)`): the share of right ones among what was called by its name.
-        recall (`numpy.ndarray` of shape `(C,)`): the share of its examples that were called by its name.
-        f1 (`numpy.ndarray` of shape `(C,)`): their harmonic mean.
-        support (`numpy.ndarray` of shape `(C,)`): how many examples it has.
-    """
-
-    precision: np.ndarray
-    recall: np.ndarray
-    f1: np.ndarray
-    support: np.ndarray
-
-
-def class_scores(matrix: np.ndarray) -> ClassScores:
-    """Compute precision, recall and F1 of every class from a confusion matrix.
-
-    Args:
-        matrix (`numpy.ndarray` of shape `(C, C)`): counts of examples, true classes by predicted ones.
-
-    Returns:
-        [`ClassScores`]: a score that would be 0/0 is 0, as scikit-learn has it.
-
-    Example:
-
-    ```python
-    >>> import numpy as np
-    >>> from entame_hf.plots import class_scores
-
-    >>> class_scores(np.array([[3, 1], [0, 4]])).precision
-    array([1. , 0.8])
-    ```
-    """
-    right, true, predicted = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
-    return ClassScores(
-        precision=right / np.maximum(predicted, 1),
-        recall=right / np.maximum(true, 1),
-        f1=2 * right / np.maximum(true + predicted, 1),
-        support=true,
-    )
 
 
 def confusion_matrix_figure(

@@ -1,17 +1,41 @@
-"""A trainer that can say what it did."""
+"""The model card of a trainer: gather what it knows, draw it, write it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Trainer
+from transformers.modelcard import extract_hyperparameters_from_trainer
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
+from ..config import noise_after_first_step
+from ..data import ClassificationDataset, StreamingDataset, output_size
+from ..data.workers import cores
+from ..errors import InputError
+from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
+from ..metrics import Evaluation
+from ..model_card import CardFacts, is_hub_id, license_of, write_model_card
+from ..patch import class_names, describe_adaptation
 from .base_noise import BaseNoise
 from .evaluation import Evaluations
 from .parallel import share_buffers
 
 logger = logging.get_logger(__name__)
+
+# Arguments that the card tells beside those that Trainer's card tells.
+HYPERPARAMETERS = (
+    "lr_scheduler_kwargs",
+    "max_grad_norm",
+    "bf16",
+    "freeze_backbone",
+    "freeze_statistics",
+)
 
 
 class ReportingTrainer(Trainer):
@@ -44,11 +68,202 @@ class ReportingTrainer(Trainer):
     # Trainer's card does not know what was done to the model, and draws nothing.
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         if self.is_world_process_zero():
-            try:
-                # Imported here: drawing takes long to import, and most processes never draw.
-                from ..model_card import write_model_card
+            try_to_write_card(self, *args, **{**self.card_options, **kwargs})
 
-                write_model_card(self, *args, **{**self.card_options, **kwargs})
-            # The model is saved, and no card is worth a training.
-            except Exception as error:
-                logger.warning(f"The model card was not written: {error} ({type(error).__name__}).")
+
+def try_to_write_card(trainer: Any, *args: Any, **options: Any) -> None:
+    """Write the model card as [`write_card`] does; warn where that fails, since the model is saved."""
+    try:
+        write_card(trainer, *args, **options)
+    except Exception as error:
+        logger.warning(f"The model card was not written: {error} ({type(error).__name__}).")
+
+
+def write_card(trainer: Any, *args: Any, **options: Any) -> None:
+    """Write README.md and its pictures into a trainer's output folder.
+
+    A README.md that is there keeps what people wrote into it, see [`write_model_card`].
+
+    Args:
+        trainer ([`EntameTrainer`]): trained or not.
+        args, options: see [`card_facts`].
+
+    Raises:
+        InputError: the metadata of the README.md that is there cannot be read; the file is left as it is.
+    """
+    # Imported here: matplotlib takes long to import, and most processes never draw.
+    from ..plots import (
+        confusion_matrix_figure,
+        feature_variance_curves,
+        learning_curves,
+        noise_share_curves,
+        save_figures,
+        series,
+    )
+
+    facts, history = card_facts(trainer, *args, **options), trainer.state.log_history
+    folder = Path(trainer.args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    method = facts.adaptation["method"] if facts.adaptation else ""
+    noise, variance = series(history, "energy/noise_share"), series(history, "energy/feature_var")
+    confusion = facts.evaluation.confusion
+    figures = {
+        "confusion_matrix": None if confusion is None else confusion_matrix_figure(confusion, facts.class_names),
+        "learning_curves": learning_curves(history),
+        "noise_share": noise_share_curves({method: [noise]}, classes=len(facts.class_names)),
+        "feature_variance": feature_variance_curves({method: [variance]}),
+    }
+    write_model_card(folder, replace(facts, pictures=save_figures(figures, folder)))
+
+
+def card_facts(
+    trainer: Any,
+    language: str | None = None,
+    license: str | None = None,
+    tags: str | list[str] | None = None,
+    model_name: str | None = None,
+    finetuned_from: str | None = None,
+    tasks: str | list[str] | None = None,
+    dataset_tags: str | list[str] | None = None,
+    dataset: str | list[str] | None = None,
+    dataset_args: str | list[str] | None = None,
+) -> CardFacts:
+    """Gather the facts of a model card. Of a local path, they hold the last part alone.
+
+    Args:
+        trainer ([`EntameTrainer`]): trained or not.
+        language (`str`, *optional*): goes to the metadata.
+        license (`str`, *optional*): defaults to the license in the base model's card.
+        tags (`str` or `list[str]`, *optional*): added to the tags that every card has.
+        model_name (`str`, *optional*): defaults to the name of the repository, or of the output folder.
+        finetuned_from (`str`, *optional*): the base model; defaults to what the model was loaded from.
+        tasks (`str` or `list[str]`, *optional*): the first is the pipeline's tag; defaults to image-classification.
+        dataset_tags (`str` or `list[str]`, *optional*): ids of datasets on the Hub.
+        dataset (`str` or `list[str]`, *optional*): names of other datasets.
+        dataset_args (`str` or `list[str]`, *optional*): the dataset's configuration.
+
+    Returns:
+        [`CardFacts`]: without pictures.
+    """
+    args, history = trainer.args, trainer.state.log_history
+    model = base_model(trainer.model)
+    timm = timm_model(model) is not None
+    library = "transformers" if isinstance(model, PreTrainedModel) else None
+    classes = num_classes(find_heads(trainer.model, trainer.entame_config().head)[0].module)
+    base = finetuned_from or getattr(getattr(trainer.model, "config", None), "_name_or_path", None)
+    ids = [name for name in _as_list(dataset_tags) if is_hub_id(name)]
+    names = [Path(name).name for name in (*_as_list(dataset), *_as_list(dataset_tags)) if name not in ids]
+    repository = getattr(trainer, "hub_model_id", None)
+    facts = CardFacts(
+        name=model_name or (repository or Path(args.output_dir).absolute().name).rpartition("/")[2],
+        architecture=model.config.architecture if timm else type(model).__name__,
+        class_names=class_names(model.config) if library else [str(index) for index in range(classes)],
+        evaluation=_padded(trainer.evaluations.current(trainer.state), classes),
+        repository=repository,
+        library_name="timm" if timm else library,
+        # A timm model's config says how its images are prepared.
+        has_processor=timm or trainer.processing_class is not None,
+        is_adapter=is_peft(trainer.model),
+        base_model=base if is_hub_id(base) else None,
+        base_name=Path(base).name if base else None,
+        license={"license": license} if license else license_of(base),
+        inherits_license=not license,
+        datasets=ids,
+        dataset_name=", ".join(names),
+        dataset_config=next(iter(_as_list(dataset_args)), None),
+        language=language,
+        tags=_as_list(tags),
+        task=next(iter(_as_list(tasks)), "image-classification"),
+        probe_accuracy=_first(history, "probe_accuracy"),
+    )
+    record = describe_adaptation(
+        trainer.model, trainer.head_args.entame_method, args.learning_rate, trainer.head_rates.record()
+    )
+    if record is None or trainer.state.global_step == 0:
+        # Not trained here: the record that its own config holds.
+        return replace(facts, adaptation=getattr(getattr(trainer.model, "config", None), "entame", None))
+    noise = None
+    if record["init"] == "mei" and args.learning_rate > 0:
+        examples = trainer._train_batch_size * args.world_size * args.gradient_accumulation_steps
+        noise = noise_after_first_step(trainer.entame_config(), classes, args.learning_rate, examples)
+    return replace(
+        facts,
+        training=_training(trainer),
+        adaptation=record,
+        noise=noise,
+        noise_share=_first(history, "energy/noise_share"),
+        base_noise_share=_first(history, "energy/base_noise_share"),
+        hyperparameters=_hyperparameters(trainer),
+    )
+
+
+def _first(history: list[dict[str, Any]], key: str) -> float | None:
+    """Get what the first step logged under a key; None where it logged nothing."""
+    return next((entry[key] for entry in history if key in entry and entry.get("step", 0) <= 1), None)
+
+
+def _padded(evaluation: Evaluation, classes: int) -> Evaluation:
+    """Complete the confusion matrix by the classes that no evaluated image has."""
+    if evaluation.confusion is None:
+        return evaluation
+    unseen = classes - len(evaluation.confusion)
+    return evaluation._replace(confusion=np.pad(evaluation.confusion, (0, unseen)) if unseen >= 0 else None)
+
+
+def _training(trainer: Any) -> dict[str, Any]:
+    args, train = trainer.args, trainer.train_dataset
+    runtimes = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
+    device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type.upper()
+    return {
+        "recipe": trainer.head_args.recipe,
+        "training images": len(train) if has_length(train) else None,
+        "image size": _image_size(trainer.processing_class),
+        "augmentation": _augmentation(train),
+        "hardware": f"{args.world_size} × {device}" + (f", {cores()} cores" if args.device.type == "cpu" else ""),
+        "duration": _duration(runtimes[-1]) if runtimes else None,
+    }
+
+
+def _image_size(processor: Any) -> str | None:
+    try:
+        height, width = output_size(processor)
+    # Another processor than an image processor, or one whose images differ in size.
+    except (InputError, AttributeError, TypeError, ValueError):
+        return None
+    return f"{height} × {width} px"
+
+
+def _augmentation(dataset: Any) -> str | None:
+    if not isinstance(dataset, ClassificationDataset | StreamingDataset) or not dataset.recorder.augmentation:
+        return None
+    augmentation = dataset.recorder.augmentation
+    mixes = {"mixup α": augmentation.mixup_alpha, "cutmix α": augmentation.cutmix_alpha}
+    return ", ".join([augmentation.name, *(f"{name} {alpha:g}" for name, alpha in mixes.items() if alpha)])
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def _hyperparameters(trainer: Any) -> dict[str, Any]:
+    args, own = trainer.args, trainer.head_args
+    values = extract_hyperparameters_from_trainer(trainer) | {"optimizer": _optimizer(trainer.optimizer)}
+    values |= {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name, False)}
+    name = "head_lr_multiplier" if own.head_lr is None else "head_lr"
+    return values | {name: getattr(own, name), "head_warmup_steps": own.warmup_steps_of_head()}
+
+
+def _optimizer(optimizer: Any) -> str:
+    """Name an optimizer with its settings, such as "AdamW, betas (0.9, 0.999), eps 1e-08, weight_decay 0.0"."""
+    # accelerate and DeepSpeed wrap it.
+    while getattr(optimizer, "optimizer", None) is not None:
+        optimizer = optimizer.optimizer
+    shown = ("betas", "momentum", "nesterov", "eps", "weight_decay")
+    values = {name: value for name, value in optimizer.defaults.items() if name in shown}
+    return ", ".join([type(optimizer).__name__, *(f"{name} {value}" for name, value in values.items())])
+
+
+def _as_list(value: str | Iterable[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())

@@ -20,9 +20,10 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError
 from entame_hf.metrics import Evaluation, metrics_of_predictions, predicted_classes
-from entame_hf.model_card.card import is_hub_id, license_of, write_model_card
-from entame_hf.model_card.text import CardFacts, card_text
+from entame_hf.model_card import CardFacts, is_hub_id, license_of
+from entame_hf.model_card.card import render_card
 from entame_hf.plots import series
+from entame_hf.trainer.report import write_card
 
 TRAIN, TEST = RandomImages(48), RandomImages(40, seed=1)
 
@@ -66,7 +67,7 @@ def finished(folder, model, **changes):
 
 
 def card_of(trainer, **options):
-    write_model_card(trainer, **options)
+    write_card(trainer, **options)
     return ModelCard.load(f"{trainer.args.output_dir}/README.md")
 
 
@@ -186,7 +187,7 @@ class TestNoiseOfTheUsualHead:
         assert self.share(trainer, "energy/base_noise_share") == pytest.approx(expected, rel=1e-4)
         assert self.share(trainer, "energy/noise_share") != pytest.approx(expected, rel=0.1)
         assert ("entame" in card_of(trainer).data.tags) == (method == "entame")
-        assert f"N(0, 2/C) would have made that {expected:.1%}" in card_of(trainer).text
+        assert f"with a head drawn from N(0, 2/C), it is {expected:.1%}" in card_of(trainer).text
 
     def test_is_kept_when_a_run_goes_on(self, tmp_path, tiny_vit):
         saved = {"save_strategy": "steps", "save_steps": 2}
@@ -300,7 +301,7 @@ class TestWriting:
         assert "The model card was not written" in caplog.text
         assert (tmp_path / "README.md").read_text().endswith("Mine.\n")
         with pytest.raises(InputError):
-            write_model_card(trainer)
+            write_card(trainer)
 
     @pytest.mark.parametrize("name", ["freeze_backbone", "freeze_statistics"])
     def test_what_stood_still_is_told(self, tmp_path, name):
@@ -348,19 +349,19 @@ class TestWriting:
 
 
 def facts(names, confusion=None, **changes):
-    defaults = {"name": "finches", "address": "me/finches", "architecture": "resnet18", "base_model": None}
-    defaults |= {"base_name": None, "datasets": [], "dataset_name": "", "library_name": "timm", "has_processor": True}
+    defaults = {"name": "finches", "repository": "me/finches", "architecture": "resnet18"}
+    defaults |= {"library_name": "timm", "has_processor": True}
     evaluation = Evaluation({"accuracy": 0.5}, 3, confusion)
-    return CardFacts(class_names=names, adaptation=None, evaluation=evaluation, **{**defaults, **changes})
+    return CardFacts(class_names=names, evaluation=evaluation, **{**defaults, **changes})
 
 
 def test_names_in_any_script_stay_in_their_cells():
     names = ["a|b", "line\nbreak", "<!-- entame:end -->", "[x](y)", "**bold**", "$x$", "猫", "`code`", "a_b"]
-    text = card_text(facts(names, np.eye(9, dtype=int), name="# | <b>", dataset_name="x|y"))
+    text = render_card(facts(names, np.eye(9, dtype=int), name="# | <b>", dataset_name="x|y"))
     rows = [line for line in text.splitlines() if re.match(r"\| \d", line)]
     assert len(rows) == 9
     assert all(row.count("|") == 7 for row in rows)
-    assert "<!--" not in text
+    assert text.count("<!--") == 3
     assert "| 6 | 猫 |" in text
     assert "| 8 | a_b |" in text
 
@@ -371,16 +372,16 @@ def test_many_classes_are_folded_away_and_very_many_cut(classes, rows, folded):
     # Two classes that are wrong more often than right, and one without examples.
     confusion[3] = np.roll(confusion[3] * 5, 1)
     confusion[0, 0] = 0
-    text = card_text(facts([f"class {i}" for i in range(classes)], confusion))
+    text = render_card(facts([f"class {i}" for i in range(classes)], confusion))
     listed = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
     assert (len(listed), text.count("<details>")) == (rows, folded)
     assert "3" in listed
     assert ("0" in listed) == (classes <= 100)
-    assert len(text) < 20_000
+    assert len(text) < 25_000
 
 
 def test_a_pushed_model_is_loaded_by_its_id():
-    text = card_text(facts(["a", "b"]))
+    text = render_card(facts(["a", "b"]))
     assert 'pipeline("image-classification", model="me/finches")' in text
     assert 'timm.create_model("hf-hub:me/finches", pretrained=True)' in text
     assert "local-dir" not in text

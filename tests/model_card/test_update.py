@@ -9,13 +9,19 @@ from hypothesis import strategies as st
 from transformers.modelcard import TrainingSummary
 
 from entame_hf import InputError
-from entame_hf.model_card.update import BEGIN, END, generated_card, update_card
+from entame_hf.model_card.update import metadata_comment, update_card
+
+BEGIN = "<!-- entame:begin. The next save rewrites this part. -->"
+
+END = "<!-- entame:end -->"
 
 
 def card(text="# Birds", accuracy=0.9, **data):
     result = EvalResult("image-classification", "birds", "Birds", "accuracy", accuracy)
     defaults = {"license": "mit", "tags": ["entame"], "model_name": "birds", "eval_results": [result]}
-    return generated_card(ModelCardData(**{**defaults, **data}), text)
+    values = ModelCardData(**{**defaults, **data})
+    comment = metadata_comment(values.to_dict())
+    return f"---\n{values.to_yaml()}\n---\n{BEGIN}\n{comment}\n\n{text.strip()}\n\n{END}\n"
 
 
 def metadata(content):
@@ -56,8 +62,10 @@ def test_words_around_the_generated_part_stay(before, after, new, line_break):
     first = card().replace("\n", line_break)
     edited = first.replace(BEGIN, before + BEGIN).replace(END, END + after)
     updated = update_card(edited, card("# New " + new.replace("<", "&lt;")))
-    assert updated.split(f"---{line_break}", 2)[2].startswith(before + BEGIN)
-    assert updated.endswith(END + after + line_break)
+    assert ("\r\n" in updated) == (line_break == "\r\n")
+    before, after, updated = (text.replace("\r\n", "\n") for text in (before, after, updated))
+    assert updated.split("---\n", 2)[2].startswith(before + BEGIN)
+    assert updated.endswith(f"{END}{after}\n")
     assert "# New" in updated
     assert "# Birds" not in updated
 
@@ -77,8 +85,8 @@ def test_words_after_a_lost_mark_stay():
         ({}, {"license": None}, {"license": None}),
         ({"license": None}, {"license": "apache-2.0"}, {"license": None}),
         ({"language": "tr"}, {}, {"language": "tr", "license": "mit"}),
-        ({"tags": ["entame", "birds"]}, {"tags": ["entame", "timm"]}, {"tags": ["entame", "birds", "timm"]}),
-        ({"tags": ["birds"]}, {"tags": ["entame", "timm"]}, {"tags": ["birds", "timm"]}),
+        ({"tags": ["entame", "birds"]}, {"tags": ["entame", "timm"]}, {"tags": ["entame", "birds"]}),
+        ({"tags": ["birds"]}, {"tags": ["entame", "timm"]}, {"tags": ["birds"]}),
         ({}, {"tags": ["timm"]}, {"tags": ["timm"]}),
         ({"base_model": "mine/own"}, {"base_model": "timm/resnet18"}, {"base_model": "mine/own"}),
     ],

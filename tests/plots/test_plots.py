@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
-from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from entame_hf.plots import (
     accuracy_curves,
-    class_scores,
     confusion_matrix_figure,
     feature_variance_curves,
     learning_curves,
@@ -105,15 +103,6 @@ def test_a_count_stands_in_the_row_of_the_true_class():
     counts = {text.get_position(): text.get_text() for text in axes.texts}
     assert counts == {(0, 0): "5", (1, 0): "2", (0, 1): "0", (1, 1): "1,234"}
     assert [label.get_text() for label in axes.get_yticklabels()] == ["cat", "dog"]
-
-
-def test_scores_of_classes_are_scikit_learns():
-    generator = np.random.default_rng(0)
-    # Class 4 has no example and class 5 is never predicted.
-    true, predicted = generator.choice([0, 1, 2, 3, 5], 300), generator.integers(0, 5, 300)
-    expected = precision_recall_fscore_support(true, predicted, labels=range(6), zero_division=0)
-    scores = class_scores(confusion_matrix(true, predicted, labels=range(6)))
-    np.testing.assert_allclose(np.stack(scores), np.stack(expected))
 
 
 def test_a_method_keeps_its_style_and_a_panel_gets_no_legend():
