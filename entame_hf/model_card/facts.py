@@ -37,7 +37,7 @@ class CardFacts:
         task (`str`): the pipeline's tag.
         training (`dict`): rows of the training table, such as `{"training images": 4000}`.
         adaptation (`dict`, *optional*): see [`describe_adaptation`].
-        noise (`float`, *optional*): Nλ², see [`noise_after_first_step`].
+        noise (`float`, *optional*): Nλ², see [`noise_to_signal_ratio`].
         noise_share, base_noise_share (`float`, *optional*): noise in the first error, with this head and with `base`.
         probe_accuracy (`float`, *optional*): accuracy of a linear probe that is expected on unseen images, in [0, 1].
         hyperparameters (`dict`): names and values of the training arguments.

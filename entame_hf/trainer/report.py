@@ -14,7 +14,7 @@ from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
-from ..config import noise_after_first_step
+from ..config import noise_to_signal_ratio
 from ..data import ClassificationDataset, StreamingDataset, output_size
 from ..data.workers import cores
 from ..errors import InputError
@@ -185,7 +185,7 @@ def card_facts(
     noise = None
     if record["init"] == "mei" and args.learning_rate > 0:
         examples = trainer._train_batch_size * args.world_size * args.gradient_accumulation_steps
-        noise = noise_after_first_step(trainer.entame_config(), classes, args.learning_rate, examples)
+        noise = noise_to_signal_ratio(trainer.entame_config(), classes, args.learning_rate, examples)
     return replace(
         facts,
         training=_training(trainer),
