@@ -6,7 +6,7 @@ import math
 import os
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from accelerate.utils import parse_flag_from_env
@@ -16,51 +16,63 @@ from .config import EntameConfig, Method
 
 AUTO = "auto"
 
-# What a recipe fills in where the arguments leave it open.
+# What a recipe says where the arguments say nothing.
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": None, "warmup_steps": 0},
     "recommended": {
         "entame_method": "entame",
         "head_lr": AUTO,
         "freeze_statistics": True,
-        # At its peak for most of a training, and 0 at its end.
+        # At its peak for most of a run, and 0 at its end.
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {"num_decay_steps": 0.2, "decay_type": "linear"},
         "warmup_steps": 0.05,
     },
 }
 
+# The fields of `EntameConfig` that an argument sets, by the argument's name.
+CONFIG_FIELDS = {"phi_w": "phi_w", "noise_lambda": "noise_lambda", "znorm_momentum": "momentum", "znorm_sync": "sync"}
+
+# Argument parsers read an option without a value as True.
+FLAG = {"nargs": "?", "const": True}
+
 
 @dataclass
 class HeadArguments:
-    """Hold what [`EntameTrainer`] needs beyond `TrainingArguments`; with these defaults where it gets the latter."""
+    """Hold the options of the heads. `None` means "not set"; the methods say what counts then.
+
+    [`EntameTrainer`] uses the defaults if it gets plain `TrainingArguments`.
+    """
 
     recipe: str = field(
         default="paper",
-        metadata={
-            "help": f"{' or '.join(RECIPES)}. Options that are given go before it.",
-        },
+        metadata={"help": f"{' or '.join(RECIPES)}. Options that you set override the recipe."},
     )
     entame_method: str | None = field(
         default=None,
         metadata={
-            "help": f"What happens to the head: {', '.join(get_args(Method))}. By default what apply_entame was "
-            "given, else entame."
+            "help": f"How the head starts: {', '.join(get_args(Method))}. Defaults to the config that apply_entame "
+            "got, else to entame."
         },
     )
-    phi_w: float = field(default=1e-12, metadata={"help": "φ_w, the variance of the head's initial weights."})
+    phi_w: float | None = field(
+        default=None, metadata={"help": "φ_w, the variance of the head's initial weights; 1e-12 by default."}
+    )
     noise_lambda: float | None = field(
         default=None, metadata={"help": "λ: φ_w = (learning_rate · λ / classes)², instead of phi_w."}
     )
-    znorm_momentum: float = field(
-        default=1.0,
-        metadata={"help": "How far a full batch moves the feature statistics used in evaluation; in (0, 1]."},
+    znorm_momentum: float | None = field(
+        default=None,
+        metadata={
+            "help": "How far a full batch moves the feature statistics used in evaluation, in (0, 1]; 1 by default."
+        },
     )
-    znorm_sync: bool = field(
-        default=True, metadata={"help": "Normalise features over the batch of all processes together."}
+    znorm_sync: bool | None = field(
+        default=None,
+        metadata={"help": "Normalise features over the batch of all processes together; True by default.", **FLAG},
     )
-    head_lr_multiplier: float = field(
-        default=1.0, metadata={"help": "The heads' learning rate over the backbone's; 1 is the paper."}
+    head_lr_multiplier: float | None = field(
+        default=None, metadata={"help": "The head learning rate over learning_rate; 1 in the paper."}
     )
     # In this order, HfArgumentParser takes it for a string.
     head_lr: float | str | None = field(
@@ -75,99 +87,109 @@ class HeadArguments:
         metadata={"help": "Optimizer steps that update the heads only; by default 1 for base_wu and 0 otherwise."},
     )
     freeze_backbone: bool = field(
-        default=False, metadata={"help": "Train the heads alone, on features that stand still: linear probing."}
+        default=False, metadata={"help": "Linear probing: freeze the backbone and train the heads only."}
     )
     freeze_statistics: bool | None = field(
         default=None,
-        metadata={
-            "help": "Batch normalisation keeps the running statistics that it came with, and normalises by them in "
-            "training.",
-            # An option without a value, as those that are False by default are.
-            "nargs": "?",
-            "const": True,
-        },
+        metadata={"help": "Freeze the backbone's BatchNorm running statistics, and normalise by them.", **FLAG},
     )
     energy_logging_steps: int = field(
         default=20,
-        metadata={"help": "First steps whose error is measured, each; then those that are logged. 0 is off."},
+        metadata={"help": "Measure the error of so many first steps, then of the logged ones. 0 turns it off."},
     )
 
-    # What a recipe has filled in for entame_method, which nobody has chosen.
-    recipes_method: str | None = field(default=None, init=False, repr=False)
+    def resolve(self, name: str) -> Any:
+        """Get an option's value; the recipe's if the option is not set.
 
-    def leaves_config_open(self) -> bool:
-        """Tell whether nobody but a recipe said anything of the heads: then what [`apply_entame`] was given counts."""
-        if self.entame_method not in (None, self.recipes_method):
-            return False
-        return self.entame_config() == EntameConfig.for_method(self.entame_method or "entame")  # type: ignore[arg-type]
+        Args:
+            name (`str`): a field. `head_lr` and `head_lr_multiplier` are one choice: setting one sets the other.
+        """
+        value = getattr(self, name)
+        is_set = value is not None or (name == "head_lr" and self.head_lr_multiplier is not None)
+        return value if is_set else RECIPES[self.recipe].get(name)
+
+    def entame_config(self, applied: EntameConfig | None = None) -> EntameConfig:
+        """Build the config of the heads.
+
+        Args:
+            applied ([`EntameConfig`], *optional*):
+                The config that [`apply_entame`] got. The options that are set override its fields; `entame_method`
+                overrides all of them but `head`, which says where the heads are.
+
+        Returns:
+            [`EntameConfig`]
+
+        Raises:
+            ValueError: a value is outside of its domain.
+        """
+        changes = {name: getattr(self, option) for option, name in CONFIG_FIELDS.items()}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if "phi_w" in changes:
+            changes.setdefault("noise_lambda", None)
+        if self.entame_method is None and applied is not None:
+            return replace(applied, **changes)
+        method: Any = self.resolve("entame_method") or "entame"
+        return EntameConfig.for_method(method, **changes, head=None if applied is None else applied.head)
+
+    def sets_config(self) -> bool:
+        """Tell whether an option is set that [`EntameConfig`] has."""
+        return any(getattr(self, name) is not None for name in ("entame_method", *CONFIG_FIELDS))
+
+    def peak_head_lr(self, learning_rate: float) -> float | str | None:
+        """Get the heads' peak learning rate: a number, `"auto"`, or `None` if they have none of their own."""
+        rate = self.resolve("head_lr")
+        if rate is None:
+            factor = self.head_lr_multiplier or 1
+            return None if factor == 1 else learning_rate * factor
+        # A hyperparameter search that starts from "auto" passes its numbers as strings.
+        return AUTO if rate == AUTO else float(rate)
 
     def warmup_steps_of_head(self) -> int:
-        """Resolve `head_warmup_steps`: Base+WU is Base with one warm-up step."""
+        """Get `head_warmup_steps`: Base+WU is Base with one warm-up step."""
         if self.head_warmup_steps is None:
             return 1 if self.entame_method == "base_wu" else 0
         return self.head_warmup_steps
 
-    def peak_head_lr(self, learning_rate: float) -> float | str | None:
-        """Resolve the heads' peak learning rate: a number, `"auto"`, or None for that of all parameters."""
-        if self.head_lr is None:
-            return None if self.head_lr_multiplier == 1 else learning_rate * self.head_lr_multiplier
-        # A search for hyper-parameters that starts from "auto" gives its numbers as strings.
-        return AUTO if self.head_lr == AUTO else float(self.head_lr)
-
-    def entame_config(self) -> EntameConfig:
-        """Build the head's configuration, which checks the values it is made of."""
-        return EntameConfig.for_method(
-            self.entame_method or "entame",  # type: ignore[arg-type]
-            phi_w=self.phi_w,
-            noise_lambda=self.noise_lambda,
-            momentum=self.znorm_momentum,
-            sync=self.znorm_sync,
-        )
-
 
 @dataclass
 class EntameTrainingArguments(HeadArguments, TrainingArguments):
-    """Set up a fine-tuning run with ENTAME: `TrainingArguments` with the paper's defaults and the head's options.
+    """Set up a fine-tuning run with ENTAME: `TrainingArguments` with the paper's defaults and the heads' options.
 
-    The learning rate is 1e-4 and constant, the optimizer Adam without weight decay, and no column of the data set is
-    removed, because transforms need the image column. Losses that are NaN are logged as such, and processes share
-    running statistics when they evaluate: both cost time in every step otherwise.
+    The defaults are the paper's: a constant learning rate of 1e-4 and Adam without weight decay. Three defaults of
+    `TrainingArguments` change: `remove_unused_columns=False`, because transforms read the image column;
+    `logging_nan_inf_filter=False` and `ddp_broadcast_buffers=False`, because both take time in every step.
 
     Args:
         recipe (`str`, *optional*, defaults to `"paper"`):
-            `"recommended"` is ENTAME with a measured learning rate of the head, on running statistics that stand
-            still, with a warm-up over a twentieth of the steps and a linear decay over the last fifth, each where it
-            is not given: `entame_method="entame"`, `head_lr="auto"`, `freeze_statistics=True`, `warmup_steps=0.05`,
-            and `lr_scheduler_type="warmup_stable_decay"` with `lr_scheduler_kwargs={"num_decay_steps": 0.2,
-            "decay_type": "linear"}`. `"paper"` is a constant rate. What [`apply_entame`] was given goes before a
-            recipe's method.
+            `"paper"` is a constant learning rate. `"recommended"` sets `entame_method="entame"`, `head_lr="auto"`,
+            `freeze_statistics=True`, `warmup_steps=0.05`, and `lr_scheduler_type="warmup_stable_decay"` with
+            `lr_scheduler_kwargs={"num_decay_steps": 0.2, "decay_type": "linear"}`. Options that you set override the
+            recipe, and so does the config that [`apply_entame`] got.
         entame_method (`str`, *optional*):
             `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`]. Defaults
-            to what [`apply_entame`] was given, and to `"entame"` where it was not called.
-        phi_w (`float`, *optional*, defaults to 1e-12): φ_w, the variance of the head's initial weights.
+            to the config that [`apply_entame`] got, else to `"entame"`.
+        phi_w (`float`, *optional*): φ_w, the variance of the head's initial weights. Defaults to 1e-12.
         noise_lambda (`float`, *optional*): λ, which replaces `phi_w` by (γλ/C)² with γ = `learning_rate`.
-        znorm_momentum (`float`, *optional*, defaults to 1.0):
-            How far a full batch moves the feature statistics that evaluation uses; in (0, 1].
-        znorm_sync (`bool`, *optional*, defaults to `True`):
-            Whether features are normalised over the batch of all processes together.
-        head_lr_multiplier (`float`, *optional*, defaults to 1.0):
-            The heads' learning rate over the backbone's, in a parameter group of their own.
+        znorm_momentum (`float`, *optional*):
+            How far a full batch moves the feature statistics that evaluation uses; in (0, 1]. Defaults to 1.
+        znorm_sync (`bool`, *optional*):
+            Whether features are normalised over the batch of all processes together. Defaults to `True`.
+        head_lr_multiplier (`float`, *optional*):
+            The head learning rate over `learning_rate`. Defaults to 1.
         head_lr (`float` or `"auto"`, *optional*):
-            The heads' own peak learning rate, whatever `learning_rate` is; they share its schedule. `"auto"` measures
-            it in the first step: δ / E‖x‖₁ for Adam and its kin, with δ = 0.5 and x what the classifier multiplies,
-            so that a step moves its logits by at most about δ; see [`HeadRates`], for SGD too. Not together with
-            `head_lr_multiplier`.
+            The heads' own peak learning rate; they share the schedule of `learning_rate`. `"auto"` measures it in the
+            first step: δ / E‖x‖₁ for Adam and its kin, with δ = 0.5 and x the classifier's input, so that a step moves
+            its logits by at most about δ; see [`HeadRates`], for SGD too. Not together with `head_lr_multiplier`.
         head_warmup_steps (`int`, *optional*):
             Optimizer steps that update the heads only. Defaults to 1 for `"base_wu"` and to 0 otherwise.
         freeze_backbone (`bool`, *optional*, defaults to `False`):
-            Linear probing, the paper's feature extraction: the heads alone learn, and the backbone's parameters and
-            running statistics stand still.
+            Linear probing: freeze the backbone's parameters and running statistics, and train the heads only.
         freeze_statistics (`bool`, *optional*):
-            Whether the backbone's batch normalisation keeps the running statistics that it came with, and normalises
-            by them in training as in evaluation; its weights learn. See [`frozen_statistics`]. By default it does not.
+            Freeze the backbone's BatchNorm running statistics, and normalise by them in training as in evaluation;
+            its weights learn. See [`frozen_statistics`]. Defaults to `False`.
         energy_logging_steps (`int`, *optional*, defaults to 20):
-            Measure and log the error of so many first steps, see [`EnergyRecorder`], and then of the steps whose loss
-            is logged; 0 turns it off.
+            Measure and log the error of so many first steps, see [`EnergyRecorder`], then of the steps whose loss is
+            logged. 0 turns it off.
 
     Raises:
         ValueError: a value is outside of its domain; the message names what is allowed.
@@ -183,7 +205,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     """
 
     learning_rate: float = field(default=1e-4, metadata={"help": "γ, the peak learning rate."})
-    # None is for the recipe to decide: afterwards, neither is None.
+    # None means the recipe's; __post_init__ fills both.
     lr_scheduler_type: str | None = field(  # type: ignore[assignment]
         default=None,
         metadata={"help": "The schedule of the learning rate; by default the recipe's: constant in paper."},
@@ -213,51 +235,48 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        # With DeepSpeed, Trainer refuses the precision that a launcher asked for where the arguments do not name it.
+        # With DeepSpeed, Trainer refuses the precision that a launcher asked for if the arguments do not name it.
         launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         unnamed = launched in ("bf16", "fp16") and not (self.bf16 or self.fp16)
         if unnamed and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             setattr(self, launched, True)
-        self._follow_recipe()
+        if self.recipe not in RECIPES:
+            raise ValueError(f"recipe={self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
+        self._fill_schedule()
         super().__post_init__()
         self.entame_config()
-        if not self.head_lr_multiplier > 0:
-            raise ValueError(f"head_lr_multiplier={self.head_lr_multiplier} must be positive; 1 is the paper.")
         self._check_head_lr()
         for name in ("head_warmup_steps", "energy_logging_steps"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 or a number of steps.")
 
-    def _follow_recipe(self) -> None:
-        if self.recipe not in RECIPES:
-            raise ValueError(f"Recipe {self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
-        # These are about something else that was given.
-        others = {"head_lr": self.head_lr_multiplier != 1, "lr_scheduler_kwargs": self.lr_scheduler_type is not None}
-        for name, value in (RECIPES["paper"] | RECIPES[self.recipe]).items():
-            given = getattr(self, name) is not None or others.get(name, False)
-            if not given:
-                setattr(self, name, copy(value))
-                if name == "entame_method":
-                    self.recipes_method = value
+    def _fill_schedule(self) -> None:
+        """Take the schedule from the recipe: Trainer reads these fields, so they cannot stay `None`."""
+        recipe = RECIPES["paper"] | RECIPES[self.recipe]
+        if self.lr_scheduler_type is None:
+            self.lr_scheduler_type = recipe["lr_scheduler_type"]
+            self.lr_scheduler_kwargs = self.lr_scheduler_kwargs or copy(recipe["lr_scheduler_kwargs"])
+        if self.warmup_steps is None:
+            self.warmup_steps = recipe["warmup_steps"]
 
     def _check_head_lr(self) -> None:
-        if self.head_lr is None:
-            return
-        if self.head_lr_multiplier != 1:
+        if self.head_lr_multiplier is not None and not self.head_lr_multiplier > 0:
+            raise ValueError(f"head_lr_multiplier={self.head_lr_multiplier} must be positive; 1 is the paper.")
+        if self.head_lr is not None and self.head_lr_multiplier is not None:
             raise ValueError(
-                f"head_lr={self.head_lr} and head_lr_multiplier={self.head_lr_multiplier} are both about the heads' "
-                "learning rate: give one of them. head_lr is the rate itself, head_lr_multiplier its ratio to "
-                "learning_rate."
+                f"head_lr={self.head_lr} and head_lr_multiplier={self.head_lr_multiplier} both set the head learning "
+                "rate: set one of them. head_lr is the rate itself, head_lr_multiplier its ratio to learning_rate."
             )
-        if self.head_lr == AUTO:
-            if self.learning_rate == 0:
-                raise ValueError(
-                    'head_lr="auto" shares the schedule of learning_rate, which is 0. To train the heads alone, pass '
-                    "freeze_backbone=True and a positive learning_rate."
-                )
+        rate = self.resolve("head_lr")
+        if rate == AUTO and self.learning_rate == 0:
+            raise ValueError(
+                'head_lr="auto" shares the schedule of learning_rate, which is 0. To train the heads alone, pass '
+                "freeze_backbone=True and a positive learning_rate."
+            )
+        if rate in (None, AUTO):
             return
         with suppress(TypeError, ValueError):
-            self.head_lr = float(self.head_lr)
+            self.head_lr = float(rate)
         if not (isinstance(self.head_lr, float) and 0 < self.head_lr < math.inf):
             raise ValueError(
                 f'head_lr={self.head_lr!r} must be "auto", which measures it in the first step, or a positive number, '

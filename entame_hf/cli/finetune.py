@@ -30,8 +30,7 @@ from ..data.batches import batch_loader
 from ..data.workers import cores
 from ..metrics import metrics_of_predictions, predicted_classes
 from ..patch import as_transformers, label_maps, timm_processor
-from ..trainer.callbacks import EarlyEvaluation
-from ..trainer.parallel import whole_models
+from ..trainer import EarlyEvaluation, whole_models
 from .data_arguments import DataArguments
 from .demo import demo_dataset, demo_figures, demo_model, demo_table
 from .model import ModelArguments, check_input_size, load_classifier
@@ -179,7 +178,8 @@ def inspect(model: nn.Module, train: Any, args: RunArguments) -> None:
     set_seed(args.seed)
     loader = batch_loader(train, args.per_device_train_batch_size, args.device, shuffle=True)
     batches = (batch.to(args.device) for batch in loader)
-    config = EntameConfig(phi_w=args.phi_w, noise_lambda=args.noise_lambda)
+    given = {name: value for name in ("phi_w", "noise_lambda") if (value := getattr(args, name)) is not None}
+    config = EntameConfig(**given)
     print(inspect_head(model.to(args.device), batches, config, learning_rate=args.learning_rate, seed=args.seed))
 
 

@@ -11,8 +11,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import InputError
-from ..trainer.hosts import same_on_all
-from ..trainer.resume import check_checkpoint, last_whole_checkpoint
+from ..trainer import check_checkpoint, last_whole_checkpoint, same_on_all
 
 # What a run leaves behind, whoever wrote it.
 _FILES = (

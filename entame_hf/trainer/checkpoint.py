@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ..config import EntameConfig
-from ..heads import find_heads
-from ..patch import normalised_heads, set_applied, set_feature_norm, set_trained
+from ..errors import InputError
+from ..heads import find_heads, is_peft
+from ..patch import applied_config, folded, normalised_heads, set_applied, set_feature_norm, set_trained
+
+logger = logging.get_logger(__name__)
 
 HEAD_STATE_NAME = "entame_head.safetensors"
 
@@ -38,6 +42,29 @@ def save_head_state(
     safetensors.torch.save_file(tensors, str(Path(folder, HEAD_STATE_NAME)), metadata=metadata)
 
 
+def save_stock_model(model: Any, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
+    """Write a model as `Trainer` does, without its arguments.
+
+    Args:
+        model (`torch.nn.Module`): not wrapped and not compiled.
+        folder (`str` or `Path`): it is made if it is missing.
+        state_dict (`dict[str, torch.Tensor]`): the stock model's.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (isinstance(model, PreTrainedModel) or is_peft(model)):
+        safetensors.torch.save_file(state_dict, str(folder / SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
+        return
+    card = folder / "README.md"
+    before = card.read_bytes() if card.exists() else None
+    model.save_pretrained(folder, state_dict=state_dict)
+    # peft writes a card of blanks and the base model's path.
+    if before is not None:
+        card.write_bytes(before)
+    else:
+        card.unlink(missing_ok=True)
+
+
 def saved_config(folder: str | Path) -> EntameConfig | None:
     """Read which configuration a checkpoint was trained with; None where it was not trained with ENTAME."""
     file = Path(folder, HEAD_STATE_NAME)
@@ -53,10 +80,28 @@ def saved_record(folder: str | Path) -> dict[str, Any]:
     return (json.loads(file.read_text()).get("entame") if file.exists() else None) or {}
 
 
-def prepare_heads(model: nn.Module, config: EntameConfig) -> None:
-    """Give a model the structure that a checkpoint's head state needs, without drawing anything."""
-    set_feature_norm(find_heads(model, config.head), config)
-    set_applied(model, config)
+def prepare_resuming(model: nn.Module, config: EntameConfig, folder: str | Path) -> None:
+    """Give a model the structure that a checkpoint's head state needs; a model must have it before it is sharded.
+
+    Args:
+        model (`torch.nn.Module`): the model that will resume; nothing is drawn.
+        config ([`EntameConfig`]): what the run asks for.
+        folder (`str` or `Path`): the checkpoint's folder.
+
+    Raises:
+        InputError: the checkpoint was trained with another config.
+    """
+    saved = saved_config(folder)
+    if saved is None:
+        logger.warning_once(f"{folder} was not trained with ENTAME: the run resumes without it.")
+    elif saved != config:
+        raise InputError(
+            f"{folder} was trained with {saved}, and this run asks for {config}. Resume with the same configuration, "
+            "or start a new run from it."
+        )
+    elif applied_config(model) != saved:
+        set_feature_norm(find_heads(model, saved.head), saved)
+        set_applied(model, saved)
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> bool:
@@ -102,3 +147,24 @@ def load_head_state(model: nn.Module, folder: str | Path) -> None:
         prefix = f"{path}."
         leaf.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
     set_trained(model)
+
+
+def load_trained(model: nn.Module, folder: str | Path, load: Callable[[], None], sharded: bool) -> None:
+    """Load a checkpoint's model, and its heads as they train.
+
+    Args:
+        model (`torch.nn.Module`): a model with the structure that was saved.
+        folder (`str` or `Path`): the checkpoint's folder.
+        load (`Callable`): loads by Trainer's means, where there is no better way.
+        sharded (`bool`): whether processes hold shards of the model, which are saved and loaded as they train.
+    """
+    if sharded:
+        load()
+        set_trained(model)
+        return
+    if is_peft(model):
+        with folded(model):
+            load()
+    elif not load_weights(model, folder):
+        load()
+    load_head_state(model, folder)

@@ -1,4 +1,4 @@
-"""A trainer whose evaluations count each example once."""
+"""Evaluations that count each example once, and what they said."""
 
 from __future__ import annotations
 
@@ -7,102 +7,93 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_pt_utils import find_batch_size
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..metrics import IGNORED_LABEL, Evaluation, evaluation_metrics
 
 
-class EvaluatingTrainer(Trainer):
-    """A [`Trainer`] whose evaluations say the same however examples are cut into batches and spread over processes.
+class EvaluationSums:
+    """Sum up an evaluation's loss, so that it does not depend on batches and processes.
 
-    The loss is the sum over all labels that count (-100 doesn't) divided by their number. Class weights scale what an
+    The loss is the sum over all labels that count (-100 does not) divided by their number. Class weights scale what an
     example adds to the sum, and leave the number alone. A loss of the user's own must be a mean over the examples of a
     batch; one that divides by their weights, as torch's does, goes on depending on the batches.
+
+    Args:
+        args (`TrainingArguments`): the trainer's.
     """
 
-    args: Any
-    gather_function: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, args: Any) -> None:
+        self.args = args
         # Of each batch here: the sum of its loss, labels that count, examples.
-        self._sums: list[Tensor] = []
+        self._batches: list[Tensor] = []
         # Rows of a batch whose loss is what Trainer gathers next.
         self._rows: int | None = None
 
-    # Trainer weighs the last batch's loss as a whole one, and the loss of fill-ups as one of their own.
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        # Metrics that evaluate something themselves have sums of their own.
-        batches: list[Tensor] = []
-        self._sums, self._rows = batches, None
-        gather, average = self.gather_function, self.args.average_tokens_across_devices
+    def gathering(self, gather: Any) -> Any:
+        """Wrap Trainer's `gather_function`, which gets a loss as often as a whole batch has rows."""
 
         def gather_rows(values: Any) -> Any:
-            # Trainer repeats a loss for a whole batch, whatever the size of this one.
             rows, self._rows = self._rows, None
             return gather(values if rows is None else values[:1].repeat(rows))
 
-        self.gather_function = gather_rows
-        # Each process has a mean loss of its own, over the examples that are its own.
-        self.args.average_tokens_across_devices = False
-        try:
-            output = super().evaluation_loop(*args, **kwargs)
-        finally:
-            self.gather_function, self.args.average_tokens_across_devices = gather, average
-        if not batches:
+        return gather_rows
+
+    def add(self, loss: Tensor | None, labels: Any, examples: int, rows: int) -> None:
+        """Add a batch.
+
+        Args:
+            loss (`torch.Tensor`, *optional*): the mean over the batch's labels that count.
+            labels (`torch.Tensor`): of the batch's own examples; anything else counts once an example.
+            examples (`int`): how many those are.
+            rows (`int`): how many rows the batch has with those that fill it up.
+        """
+        self._rows = None if loss is None else rows
+        number = torch.full((), float(examples), device=self.args.device)
+        counted = number
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            counted = (labels != IGNORED_LABEL).sum().to(number)
+        total = torch.zeros_like(number) if loss is None else loss.to(number) * counted
+        # NaN if every label is ignored; other non-finite losses are dropped if logging_nan_inf_filter is set.
+        counts = total.isfinite() if self.args.logging_nan_inf_filter else counted > 0
+        total, counted = torch.where(counts, total, 0.0), torch.where(counts, counted, 0.0)
+        self._batches.append(torch.stack([total, counted, number]))
+
+    def correct(self, output: EvalLoopOutput, name: str, accelerator: Accelerator) -> EvalLoopOutput:
+        """Put the loss and the number of examples right in what Trainer's loop returns.
+
+        Args:
+            output (`EvalLoopOutput`): Trainer's; its metrics change in place.
+            name (`str`): the loss among its metrics.
+            accelerator ([`~accelerate.Accelerator`]): every process has to take part.
+        """
+        if not self._batches:
             return output
-        sums = self.accelerator.gather(torch.stack(batches))
+        sums = accelerator.gather(torch.stack(self._batches))
         loss, labels, examples = sums.cpu().double().sum(0).tolist()
-        name, metrics = f"{kwargs.get('metric_key_prefix', 'eval')}_loss", output.metrics or {}
+        metrics = output.metrics or {}
         # Where all labels count, Trainer's mean over examples is right by now.
         if name in metrics and labels not in (0, examples):
             metrics[name] = loss / labels
         return output._replace(num_samples=int(examples))
 
-    # accelerate fills the last batch up with examples that were counted before, so that all processes gather as many.
-    # They stay out of the loss, and what is gathered is filled up instead: accelerate cuts it off again.
-    def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, Any, Any]:
-        # Other inputs need not have a row an example.
-        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        rows = find_batch_size([main, inputs])
-        if rows is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        own = self._own_rows(rows)
-        # A process without an example of its own computes one, for what is gathered.
-        used = max(own, 1)
-        inputs, labels = _resize(inputs, rows, used), _resize(inputs.get("labels"), rows, own)
-        loss, *predicted = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._rows = None if loss is None else rows
-        self._sums.append(self._sum(loss, labels, own))
-        logits, label_ids = (_resize(values, used, rows) for values in predicted)
-        return loss, logits, label_ids
 
-    def _own_rows(self, rows: int) -> int:
-        """Tell how many of the rows of a batch are not there to fill it up."""
-        state = self.accelerator.gradient_state
-        if self.args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return rows
-        return min(max(state.remainder - self.args.process_index * rows, 0), rows)
+def own_rows(rows: int, args: Any, accelerator: Accelerator) -> int:
+    """Tell how many of the rows of a batch do not merely fill it up.
 
-    def _sum(self, loss: Tensor | None, labels: Any, examples: int) -> Tensor:
-        whole = torch.full((), float(examples), device=self.args.device)
-        counted = whole
-        if isinstance(labels, Tensor) and not labels.is_floating_point():
-            counted = (labels != IGNORED_LABEL).sum().to(whole)
-        total = torch.zeros_like(whole) if loss is None else loss.to(whole) * counted
-        # The mean over no label is not a number; others that are none Trainer leaves out where it is told to.
-        counts = total.isfinite() if self.args.logging_nan_inf_filter else counted > 0
-        total, counted = torch.where(counts, total, 0.0), torch.where(counts, counted, 0.0)
-        return torch.stack([total, counted, whole])
+    accelerate fills the last batch up with examples that were counted before, so that all processes gather as many.
+    """
+    state = accelerator.gradient_state
+    if args.world_size == 1 or not state.end_of_dataloader or state.remainder <= 0:
+        return rows
+    return min(max(state.remainder - args.process_index * rows, 0), rows)
 
 
-def _resize(values: Any, rows: int, target: int) -> Any:
+def resize_rows(values: Any, rows: int, target: int) -> Any:
     """Cut off or fill up tensors of so many rows, in whatever they are nested."""
 
     def resize(tensor: Tensor) -> Tensor:

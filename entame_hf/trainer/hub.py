@@ -7,10 +7,11 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import CommitInfo, get_token
 from huggingface_hub.errors import (
@@ -20,14 +21,15 @@ from huggingface_hub.errors import (
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_utils import HubStrategy
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
 from transformers.utils.hub import PushInProgress, hf_api
 
 from ..errors import InputError, RunError
 from .checkpoint import HEAD_STATE_NAME
-from .resume import ResumableTrainer, forget_place
+from .resume import forget_place
 
 logger = logging.get_logger(__name__)
 
@@ -180,7 +182,7 @@ def card_on_hub(repo: str, *, token: str | None = None, revision: str | None = N
 def upload_command(
     repo: str, folder: str | Path, *, private: bool | None, revision: str | None, exclude: Sequence[str] = ()
 ) -> str:
-    """Build the command that pushes a folder as [`HubTrainer`] does.
+    """Build the command that pushes a folder as [`EntameTrainer`] does.
 
     Args:
         repo (`str`): the repository, with its namespace.
@@ -221,112 +223,100 @@ def reason_of(error: BaseException) -> str:
     return lines[0].rstrip(".:") if lines else type(error).__name__
 
 
-class HubTrainer(ResumableTrainer):
-    """A [`Trainer`] that checks a push before it trains, keeps what is private, and survives a push that breaks."""
+class HubTarget(NamedTuple):
+    """Say where a model is pushed.
 
-    hub_model_id: Any
-    push_in_progress: Any = None
+    Args:
+        repo (`str`): the repository, with its namespace.
+        token (`str`, *optional*): defaults to the one that the machine is logged in with.
+        revision (`str`, *optional*): the branch, `"main"` by default.
+        private (`bool`, *optional*): whether a new repository is private.
+    """
 
-    # Trainer finds out about a read-only token, a missing branch or a public repository after the training.
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        if not self.is_world_process_zero():
+    repo: str
+    token: str | None = None
+    revision: str | None = None
+    private: bool | None = None
+
+
+def push_folder(
+    target: HubTarget, folder: str, message: str, write_card: Callable[[], None], blocking: bool = True
+) -> Any:
+    """Push the model of a folder, with a card that keeps what people wrote into the one on the Hub.
+
+    Args:
+        target ([`HubTarget`]): its branch is made if it is missing.
+        folder (`str`): the output folder; what [`model_files`] names is pushed.
+        message (`str`): the commit's.
+        write_card (`Callable`): updates the card in the folder.
+        blocking (`bool`, *optional*, defaults to `True`): whether to wait for the upload.
+
+    Returns:
+        `huggingface_hub.CommitInfo`, or a future of it.
+
+    Raises:
+        RunError: the push failed; the message has the command that pushes the folder.
+    """
+    repo, token, revision, private = target
+    forget_local_base(folder)
+    kept_back = [CARD]
+    try:
+        if revision is not None:
+            hf_api().create_branch(repo, branch=revision, token=token, exist_ok=True)
+        card = card_on_hub(repo, token=token, revision=revision)
+        if card is not None:
+            Path(folder, CARD).write_text(card, encoding="utf-8")
+        # From here on, the card in the folder holds what people wrote into the Hub's.
+        kept_back = []
+        write_card()
+        send = partial(upload, repo, folder, message, token=token, revision=revision, **model_files())
+        return send() if blocking else hf_api().run_as_future(send)
+    # Whatever it is, the training is done and must not be lost.
+    except Exception as error:
+        command = upload_command(repo, folder, private=private, revision=revision, exclude=kept_back)
+        raise RunError(
+            f"The push to {repo} failed: {reason_of(error)}. Nothing is lost: all of it is in {folder}, and this "
+            f"pushes it, logged in as somebody who may write there:\n{command}"
+        ) from error
+
+
+class CheckpointUploads(TrainerCallback):
+    """Push each checkpoint after it is written, as `hub_strategy` asks.
+
+    `Trainer` pushes all of the output folder, with a pickle of the arguments that holds the token. Its
+    `push_in_progress` keeps the uploads, and `train()` waits for them.
+
+    Args:
+        trainer ([`EntameTrainer`]): callbacks are not told.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not (args.push_to_hub and state.is_world_process_zero) or args.hub_strategy == HubStrategy.END:
             return
-        args = self.args
-        self.hub_model_id = check_push(
-            args.hub_model_id or Path(args.output_dir).absolute().name,
-            token=token or args.hub_token,
-            private=args.hub_private_repo if private is None else private,
-            revision=args.hub_revision,
-        )
-        self.push_in_progress = None
-
-    # A pickle of the arguments holds the token and paths of this machine, and nothing ever reads it. peft writes a
-    # card of blanks and the base model's path, over one that is there.
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
-        card = folder / CARD
-        before = card.read_bytes() if card.exists() else None
-        super()._save(output_dir, state_dict)
-        if not self.args.should_save:
+        running = self.trainer.push_in_progress
+        if running is not None and not running.is_done() and not args.hub_always_push:
             return
-        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)
-        if before is None:
-            card.unlink(missing_ok=True)
-        else:
-            card.write_bytes(before)
-
-    # Trainer uploads whatever is in the folder, writes over a card that was edited on the Hub, and loses its way back
-    # where the upload breaks.
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.save_model(_internal_call=True)
-        if not self.is_world_process_zero():
-            return None
-        forget_local_base(self.args.output_dir)
-        if self.hub_model_id is None:
-            self.init_hf_repo(token, private)
-        repo, folder = str(self.hub_model_id), self.args.output_dir
-        token, branch = token or self.args.hub_token, revision or self.args.hub_revision
-        kept_back = [CARD]
-        try:
-            if revision is not None:
-                hf_api().create_branch(repo, branch=revision, token=token, exist_ok=True)
-            card = card_on_hub(repo, token=token, revision=branch)
-            if card is not None:
-                Path(folder, CARD).write_text(card, encoding="utf-8")
-            # From here on, the card in the folder holds what people wrote into the Hub's.
-            kept_back = []
-            self.create_model_card(**{"model_name": repo.split("/")[-1], **kwargs})
-            self._finish_current_push()
-            send = partial(upload, repo, folder, str(commit_message), token=token, revision=branch, **model_files())
-            return send() if blocking else hf_api().run_as_future(send)
-        # Whatever it is, the training is done and must not be lost.
-        except Exception as error:
-            private = self.args.hub_private_repo if private is None else private
-            command = upload_command(repo, folder, private=private, revision=branch, exclude=kept_back)
-            raise RunError(
-                f"The push to {repo} failed: {reason_of(error)}. Nothing is lost: all of it is in {folder}, and this "
-                f"pushes it, logged in as somebody who may write there:\n{command}"
-            ) from error
-
-    # A checkpoint's folder is all that a push needs; Trainer copies it into the output folder and pushes that.
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        strategy = self.args.hub_strategy
-        if not self.is_world_process_zero() or strategy == HubStrategy.END:
-            return
-        self._report_broken_pushes()
-        if self.push_in_progress.jobs and not self.args.hub_always_push:
-            return
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        forget_local_base(checkpoint_folder)
-        message = f"Training in progress, step {self.state.global_step}"
-        send = partial(
-            upload, self.hub_model_id, checkpoint_folder, token=self.args.hub_token, revision=self.args.hub_revision
-        )
+        self.trainer.callback_handler.on_push_begin(args, state, control)
+        folder = str(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+        forget_local_base(folder)
+        message = f"Training in progress, step {state.global_step}"
+        repo, token, branch = self.trainer.hub_model_id, args.hub_token, args.hub_revision
+        send = partial(upload, repo, folder, token=token, revision=branch)
         jobs: Any = [hf_api().run_as_future(send, message, **model_files())]
-        if strategy != HubStrategy.EVERY_SAVE:
-            forget_place(checkpoint_folder)
-            name = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else Path(checkpoint_folder).name
+        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            forget_place(folder)
+            name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else Path(folder).name
             jobs.append(hf_api().run_as_future(send, f"{message}, checkpoint", path_in_repo=name))
-        jobs = [*self.push_in_progress.jobs, *jobs]
-        self.push_in_progress = PushInProgress(jobs)
+        for job in jobs:
+            # Trainer never looks at what became of an upload.
+            job.add_done_callback(_report_failure)
+        jobs = [*(running.jobs if running else []), *jobs]
+        self.trainer.push_in_progress = PushInProgress(jobs)
 
-    # Trainer never looks at what became of an upload.
-    def _finish_current_push(self) -> None:
-        super()._finish_current_push()
-        self._report_broken_pushes()
 
-    def _report_broken_pushes(self) -> None:
-        jobs: Any = self.push_in_progress.jobs if self.push_in_progress else []
-        for error in filter(None, (job.exception() for job in jobs if job.done())):
-            logger.warning(f"An upload during the training failed: {reason_of(error)}. The next one sends everything.")
-        jobs = [job for job in jobs if not job.done()]
-        self.push_in_progress = PushInProgress(jobs)
+def _report_failure(job: Future[Any]) -> None:
+    if not job.cancelled() and (error := job.exception()) is not None:
+        logger.warning(f"An upload during the training failed: {reason_of(error)}. The next one sends everything.")

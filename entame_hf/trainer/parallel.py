@@ -1,14 +1,17 @@
-"""Runs and models that are spread over processes."""
+"""Runs and models that are spread over processes and hosts."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
@@ -162,4 +165,80 @@ def check_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> None:
         raise InputError(
             "torch cannot restore SGD without momentum under FSDP, so no training could go on from its checkpoints. "
             "Give momentum, --optim_args momentum=0.9, or save none, --save_strategy no."
+        )
+
+
+def are_several() -> bool:
+    """Tell whether this job's processes are on several hosts, as the launcher has it."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return world > int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def same_on_all(find: Callable[[], str]) -> str:
+    """Find a file or folder on every process, so that all of them go on or none does.
+
+    Args:
+        find (`Callable`): returns a path, which may differ between hosts in all but its name.
+
+    Returns:
+        `str`: what this process has found.
+
+    Raises:
+        InputError: on every process, where one of them has not found it, or another one.
+    """
+    found, reason = "", None
+    try:
+        found = find()
+    except InputError as error:
+        reason = str(error)
+    # Alone, gathering gives back what it was given.
+    # The folder that a process is in is known as "." there.
+    answers = gather_object([(Path(found).absolute().name if reason is None else "", reason)])
+    first = next((rank for rank, (name, _) in enumerate(answers) if name), None)
+    if first is None:
+        raise InputError(reason)
+    expected = answers[first][0]
+    for rank, (name, why) in enumerate(answers):
+        if name != expected:
+            raise InputError(
+                f"Rank {first} would go on from {expected}, and rank {rank} from {name or f'nothing ({why})'}. All "
+                "hosts must have the same: give one that they all have, or copy it to the output folder of each."
+            )
+    return found
+
+
+def check_output_folder(args: TrainingArguments) -> None:
+    """Make sure, before a training on several hosts, that what the first of them writes can be read where it must be.
+
+    Args:
+        args (`TrainingArguments`): `output_dir` is made; the options that say what is saved and loaded are read.
+
+    Raises:
+        InputError: on every process: files would be missing on other hosts in the middle of the run.
+    """
+    if not are_several():
+        return
+    if args.save_on_each_node:
+        raise InputError(
+            "save_on_each_node=True leaves checkpoints without weights on all hosts but the first one. Leave it out, "
+            "and give an output_dir that all hosts see."
+        )
+    folder = Path(str(args.output_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    # A name that nobody has looked for: a network's file system may remember for a while that a file is missing.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as file:
+        (name,) = broadcast_object_list([Path(file.name).name])
+        shared = all(gather_object([(folder / name).exists()]))
+    if shared:
+        return
+    if args.load_best_model_at_end:
+        raise InputError(
+            f"load_best_model_at_end=True needs the best checkpoint on every host, and the first one alone writes it, "
+            f"to {folder}. Give an output_dir that all hosts see."
+        )
+    if args.save_strategy != "no" and args.process_index == 0:
+        logger.warning(
+            f"Other hosts do not see {folder}: this one alone keeps checkpoints, and a run that was cut off goes on "
+            "from one that every host has. Give an output_dir that all hosts see, or copy the last checkpoint to each "
+            f"of them before you resume with resume_from_checkpoint=True."
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
@@ -22,9 +22,6 @@ from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
 from ..metrics import Evaluation
 from ..model_card import CardFacts, is_hub_id, license_of, write_model_card
 from ..patch import class_names, describe_adaptation
-from .base_noise import BaseNoise
-from .evaluation import Evaluations
-from .parallel import share_buffers
 
 logger = logging.get_logger(__name__)
 
@@ -34,41 +31,7 @@ HYPERPARAMETERS = (
     "max_grad_norm",
     "bf16",
     "freeze_backbone",
-    "freeze_statistics",
 )
-
-
-class ReportingTrainer(Trainer):
-    """A [`Trainer`] that remembers what its evaluations said of which weights, and writes that into the model card.
-
-    Attributes:
-        card_options (`dict`): arguments of `create_model_card` whenever it is called, also by `push_to_hub`, such as
-            `{"dataset_tags": "uoft-cs/cifar10"}`.
-    """
-
-    model: Any
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.card_options: dict[str, Any] = {}
-        self.evaluations = Evaluations()
-        self.base_noise = BaseNoise(self)
-        self.add_callback(self.evaluations)
-        self.add_callback(self.base_noise)
-
-    # The only place that sees an evaluation's predictions, whatever the metrics make of them. All processes evaluate
-    # the model that the first one saves.
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        share_buffers(self.model)
-        output = super().evaluation_loop(*args, **kwargs)
-        if kwargs.get("metric_key_prefix") == "eval" and self.is_world_process_zero():
-            self.evaluations.observe(output, self.state)
-        return output
-
-    # Trainer's card does not know what was done to the model, and draws nothing.
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        if self.is_world_process_zero():
-            try_to_write_card(self, *args, **{**self.card_options, **kwargs})
 
 
 def try_to_write_card(trainer: Any, *args: Any, **options: Any) -> None:
@@ -251,8 +214,11 @@ def _hyperparameters(trainer: Any) -> dict[str, Any]:
     args, own = trainer.args, trainer.head_args
     values = extract_hyperparameters_from_trainer(trainer) | {"optimizer": _optimizer(trainer.optimizer)}
     values |= {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name, False)}
-    name = "head_lr_multiplier" if own.head_lr is None else "head_lr"
-    return values | {name: getattr(own, name), "head_warmup_steps": own.warmup_steps_of_head()}
+    if own.resolve("freeze_statistics"):
+        values["freeze_statistics"] = True
+    rate = own.resolve("head_lr")
+    head = {"head_lr_multiplier": own.head_lr_multiplier or 1.0} if rate is None else {"head_lr": rate}
+    return values | head | {"head_warmup_steps": own.warmup_steps_of_head()}
 
 
 def _optimizer(optimizer: Any) -> str:

@@ -9,23 +9,24 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..errors import InputError, RunError
-from . import hosts
 
 logger = logging.get_logger(__name__)
 
 # No space, no quota, or a file that is too large.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# A file in a checkpoint while it is written: ranks end at different times, and Trainer's state says nothing of them.
+INCOMPLETE = ".incomplete"
 
 # As Trainer, peft, FSDP and DeepSpeed name what holds them.
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*")
@@ -96,52 +97,25 @@ def check_checkpoint(checkpoint: str | None, asked: str, folder: str | Path) -> 
     return checkpoint
 
 
-class ResumableTrainer(Trainer):
-    """A [`Trainer`] that can be killed at any moment, and goes on from its last whole checkpoint."""
+def find_checkpoint(asked: str | Literal[True], args: TrainingArguments) -> str:
+    """Find the checkpoint that a run resumes from, and remove the incomplete ones of its output folder.
 
-    args: Any
-    state: Any
+    Args:
+        asked (`str` or `True`): a checkpoint's folder, or `True` for the newest intact one in `args.output_dir`.
+        args (`TrainingArguments`): the run's.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.add_callback(BestCheckpointFinder())
+    Returns:
+        `str`: the checkpoint's folder.
 
-    # Trainer takes the newest checkpoint, whole or not, and whether other hosts have it or not.
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        hosts.check_folder(self.args)
-        if resume_from_checkpoint:
-            resume_from_checkpoint = hosts.same_on_all(partial(self._find_checkpoint, resume_from_checkpoint))
-        hosts.watch()
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _find_checkpoint(self, asked: str | Literal[True]) -> str:
-        folder = self.args.output_dir
-        with self.args.main_process_first(desc="looking for the last whole checkpoint"):
-            found = last_whole_checkpoint(folder) if asked is True else asked
-            found = check_checkpoint(found, f"resume_from_checkpoint={asked}", folder)
-            _remove_unfinished(folder)
-        return found
-
-    # A run that was killed after its last checkpoint would take another step.
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
-
-    # Trainer's may be killed halfway, or run out of disk, and look like any other.
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        with _full_disk_explained(folder), _unfinished(folder, self.args.should_save):
-            super()._save_checkpoint(model, trial)
-
-    # What the libraries say of a full disk names neither the disk nor a way on.
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        with _full_disk_explained(Path(output_dir or self.args.output_dir)):
-            super().save_model(output_dir, _internal_call)
-
-    # The state is written next, and says that the checkpoint is whole: every process has to be done.
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()
+    Raises:
+        InputError: there is none, or it is incomplete.
+    """
+    folder = str(args.output_dir)
+    with args.main_process_first(desc="looking for the last intact checkpoint"):
+        found = last_whole_checkpoint(folder) if asked is True else asked
+        found = check_checkpoint(found, f"resume_from_checkpoint={asked}", folder)
+        _remove_unfinished(folder)
+    return found
 
 
 class BestCheckpointFinder(TrainerCallback):
@@ -174,21 +148,25 @@ def forget_place(checkpoint: str | Path) -> None:
 
 
 @contextmanager
-def _unfinished(folder: Path, is_writer: bool) -> Iterator[None]:
-    """Mark a checkpoint as unfinished until its state is written, which comes last; it is removed where it fails."""
+def unfinished(folder: Path, is_writer: bool) -> Iterator[None]:
+    """Mark a checkpoint as incomplete until this context ends; remove the checkpoint if its writing fails."""
+    mark = folder / INCOMPLETE
     try:
         if is_writer:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / TRAINER_STATE_NAME).write_text("")
+            mark.touch()
         yield
+        if is_writer:
+            mark.unlink(missing_ok=True)
     except BaseException:
-        if _is_unfinished(folder):
+        if is_writer and _is_unfinished(folder):
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
 
 @contextmanager
-def _full_disk_explained(folder: Path) -> Iterator[None]:
+def explained_full_disk(folder: Path) -> Iterator[None]:
+    """Name the disk and the way on if it is full: the libraries name neither."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -219,7 +197,9 @@ def _remove_unfinished(folder: str | Path) -> None:
 
 
 def _is_unfinished(checkpoint: Path) -> bool:
-    """Tell whether the state, which is written last, was begun and not ended."""
+    """Tell whether a checkpoint's writing began and did not end."""
+    if (checkpoint / INCOMPLETE).exists():
+        return True
     try:
         json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except FileNotFoundError:

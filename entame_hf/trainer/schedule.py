@@ -17,7 +17,7 @@ DECAY_STEPS = "num_decay_steps"
 
 
 @contextmanager
-def counted_shares(args: TrainingArguments, steps: int) -> Iterator[None]:
+def resolve_ratios(args: TrainingArguments, steps: int) -> Iterator[None]:
     """Count the steps of warm-up and decay whose share of all steps the arguments give, while this context lasts.
 
     `Trainer` counts those of a warm-up, and takes all steps for it where there is one alone, by which some schedules
@@ -33,7 +33,7 @@ def counted_shares(args: TrainingArguments, steps: int) -> Iterator[None]:
     ```python
     >>> args.warmup_steps, args.lr_scheduler_kwargs
     (0.1, {'num_decay_steps': 0.2})
-    >>> with counted_shares(args, steps=90):
+    >>> with resolve_ratios(args, steps=90):
     ...     args.warmup_steps, args.lr_scheduler_kwargs
     (9, {'num_decay_steps': 18})
     ```
@@ -51,7 +51,7 @@ def counted_shares(args: TrainingArguments, steps: int) -> Iterator[None]:
 
 
 @contextmanager
-def said_of_schedules(args: TrainingArguments) -> Iterator[None]:
+def explain_scheduler_errors(args: TrainingArguments) -> Iterator[None]:
     """Say in one sentence that a schedule was given options which it does not have, or not those that it needs.
 
     Raises:

@@ -1,6 +1,8 @@
-"""How a training starts: heads drawn, features normalised, doubtful settings said before any time is spent."""
+"""Start a run: resolve the config, initialise the heads, freeze, and warn before any time is spent."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -8,13 +10,94 @@ from transformers.utils import logging
 
 from ..config import EntameConfig, noise_to_signal_ratio
 from ..errors import InputError
-from ..heads import find_heads, is_peft, num_classes
-from ..patch import NO_BIAS, applied_config, apply_entame
+from ..heads import Head, find_heads, is_peft, num_classes
+from ..patch import NO_BIAS, applied_config, apply_entame, clear_entame_state, frozen_backbone, frozen_statistics
+from ..training_args import AUTO, HeadArguments
+from .checkpoint import prepare_resuming
+from .parallel import check_sharding, normalise_in_float32
 
 logger = logging.get_logger(__name__)
 
 # Below this, the statistics of one batch are too noisy to evaluate with.
 SMALL_BATCH = 64
+
+
+def resolve_config(entame: EntameConfig | None, args: HeadArguments, model: nn.Module) -> EntameConfig:
+    """Resolve what is done to a model's heads.
+
+    The first of these that is set counts: the trainer's argument `entame`; `entame_method` of the training arguments;
+    the config that [`apply_entame`] got; the recipe's method; `"entame"`. The other options that are set in the
+    training arguments (`phi_w`, `noise_lambda`, `znorm_momentum`, `znorm_sync`) override fields of all but `entame`.
+
+    Args:
+        entame ([`EntameConfig`], *optional*): the trainer's argument.
+        args ([`HeadArguments`]): the training arguments; `None` in a field means "not set".
+        model (`torch.nn.Module`): it knows what was applied to it.
+
+    Returns:
+        [`EntameConfig`]
+    """
+    return args.entame_config(applied_config(model)) if entame is None else entame
+
+
+def explain_precedence(entame: EntameConfig | None, args: HeadArguments, model: nn.Module) -> None:
+    """Log which config counts, and which it overrides, if two of those that [`resolve_config`] compares differ."""
+    config, applied = resolve_config(entame, args, model), applied_config(model)
+    name = "the training arguments" if entame is None else "the argument `entame`"
+    others = {"the config that apply_entame got": applied}
+    if entame is not None and args.sets_config():
+        others["the training arguments"] = args.entame_config(applied)
+    for other, overridden in others.items():
+        if overridden is not None and overridden != config:
+            fields = [field for field, value in config.to_dict().items() if getattr(overridden, field) != value]
+            ours, theirs = (", ".join(f"{f}={getattr(c, f)!r}" for f in fields) for c in (config, overridden))
+            logger.warning(f"{name[0].upper()}{name[1:]} ({ours}) override {other} ({theirs}).")
+
+
+def prepare_model(trainer: Any, checkpoint: str | None) -> None:
+    """Start the heads of a trainer's model, or give them a checkpoint's structure, and freeze what its arguments say.
+
+    Args:
+        trainer ([`EntameTrainer`]): its `frozen` ends what is frozen.
+        checkpoint (`str`, *optional*): the folder that the run resumes from.
+    """
+    model, args, own, config = trainer.model, trainer.args, trainer.head_args, trainer.entame_config()
+    check_sharding(trainer.accelerator, config, own.warmup_steps_of_head(), own.resolve("head_lr") == AUTO)
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if sharded and trainer.accelerator.mixed_precision != "no":
+        normalise_in_float32(model)
+    # auto_find_batch_size tries a smaller batch.
+    trainer.frozen.close()
+    if checkpoint is not None:
+        trainer.head_rates.check_resuming(checkpoint)
+        prepare_resuming(model, config, checkpoint)
+    else:
+        if trainer.attempts:
+            clear_entame_state(model)
+        explain_precedence(trainer.entame, own, model)
+        start_heads(
+            model,
+            config,
+            learning_rate=args.learning_rate,
+            seed=args.seed,
+            batch_size=trainer._train_batch_size * args.world_size,
+            accumulation=args.gradient_accumulation_steps,
+        )
+    trainer.attempts += 1
+    if args.device.type == "cpu" and not sharded:
+        model.to(memory_format=torch.channels_last)
+    if own.freeze_backbone:
+        trainer.frozen.enter_context(frozen_backbone(model, trainer.heads()))
+    elif own.resolve("freeze_statistics"):
+        trainer.frozen.enter_context(frozen_statistics(model))
+
+
+def drop_gradients(model: nn.Module, heads: list[Head]) -> None:
+    """Drop the gradients of all parameters but the heads'."""
+    kept = {id(parameter) for head in heads for parameter in head.module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.grad = None
 
 
 def start_heads(
@@ -48,12 +131,6 @@ def start_heads(
             )
         if config.feature_norm and head.module.bias is None:
             raise InputError(NO_BIAS.format(path=head.path))
-    before = applied_config(model)
-    if before is not None and before != config:
-        logger.warning(
-            f"The heads were treated with {before}, and are now with {config}, which the trainer was given. To train "
-            "with the former, give the trainer neither a method nor values for it."
-        )
     # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
     generator = torch.Generator().manual_seed(seed)
     apply_entame(model, config, learning_rate=learning_rate, generator=generator)

@@ -3,70 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import SaveStrategy
-from transformers.utils import logging
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import EntameConfig
-from ..data.batches import to_device
-from ..errors import InputError
-from ..heads import TIMM_PREFIX, Head, find_heads, is_peft
-from ..patch import (
-    applied_config,
-    as_transformers,
-    clear_entame_state,
-    describe_adaptation,
-    folded,
-    frozen_backbone,
-    frozen_statistics,
-    set_trained,
-    shareable_config,
-    stock_state_dict,
-)
-from ..training_args import AUTO, HeadArguments
+from ..data import BatchDataset
+from ..heads import TIMM_PREFIX, Head, find_heads
+from ..patch import applied_config, as_transformers, describe_adaptation, shareable_config, stock_state_dict
+from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import OwnRandomness, TrainedMark
-from .checkpoint import load_head_state, load_weights, prepare_heads, save_head_state, saved_config
-from .energy_recorder import EnergyRecorder
-from .evaluation import EvaluatingTrainer
+from .checkpoint import load_trained, prepare_resuming, save_head_state, save_stock_model
+from .energies import BaseNoise, EnergyRecorder
+from .evaluation import Evaluations, EvaluationSums, own_rows, resize_rows
 from .head_lr import HeadRates
-from .hub import HubTrainer
-from .loading import FeedingTrainer
-from .parallel import check_optimizer, check_processes, check_sharding, normalise_in_float32
-from .report import ReportingTrainer
-from .schedule import counted_shares, said_of_schedules
-from .start import start_heads
+from .hub import CheckpointUploads, HubTarget, check_push, push_folder
+from .loader import is_batch_stream, mean_batch_size, place_in_stream, prepared_loader
+from .loss import ClassificationLoss, are_classes, are_shares, check_one_class
+from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, share_buffers
+from .report import try_to_write_card
+from .resume import BestCheckpointFinder, explained_full_disk, find_checkpoint, unfinished
+from .sampler import count_stream, share_evenly, share_order
+from .schedule import explain_scheduler_errors, resolve_ratios
+from .start import drop_gradients, prepare_model, resolve_config
+from .temporary import temporarily
 
-logger = logging.get_logger(__name__)
 
-
-class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrainer):
+class EntameTrainer(Trainer):
     """Fine-tune an image classifier with ENTAME: a drop-in for [`Trainer`].
 
-    When `train()` starts afresh, the heads are drawn (with `args.seed`) and their features normalised; when it
-    resumes, the checkpoint's are loaded. Nothing happens to a model that is only evaluated. Every checkpoint holds the
-    folded stock model, which loads without this package.
+    `train()` initialises the heads (with `args.seed`) and normalises their features, or loads them from the checkpoint
+    that it resumes. A model that is only evaluated stays as it is. Every checkpoint holds the folded stock model: it
+    loads in plain transformers or timm.
 
     Args:
         model (`torch.nn.Module`, *optional*): as for [`Trainer`]; a bare timm model is wrapped for transformers.
-        args (`TrainingArguments` or [`EntameTrainingArguments`], *optional*):
-            With the former, the head's options have their defaults.
-        trainer_args: everything else [`Trainer`] takes, by position or by name, and `class_weights` (`torch.Tensor`):
-            (C,), how much each class counts in the loss.
+        args (`TrainingArguments`, *optional*):
+            Defaults to [`EntameTrainingArguments`]. Plain `TrainingArguments` get the defaults of the heads' options.
+        data_collator, train_dataset, eval_dataset, processing_class, model_init, compute_loss_func, compute_metrics,
+            callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as for [`Trainer`].
         entame ([`EntameConfig`], *optional*):
-            Goes before `args`. Where neither says anything, but perhaps a recipe, and [`apply_entame`] was called on
-            the model, the configuration given there is used; where one of them asks for another, `train()` says so.
+            What is done to the heads. Takes precedence over `args`, see [`resolve_config`].
+        class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts in the loss; 1 each by default.
+
+    Attributes:
+        card_options (`dict`): arguments of `create_model_card` whenever it is called, also by `push_to_hub`, such as
+            `{"dataset_tags": "uoft-cs/cifar10"}`.
 
     Raises:
-        InputError: on `train()`, the model was adapted already, by this trainer or according to its config, and its
-            head would be wiped.
+        InputError: on `train()`, the model was adapted before, and its head would be wiped.
 
     Example:
 
@@ -83,89 +77,133 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
     args: Any
     model: Any
     state: Any
+    label_smoother: Any
+    hub_model_id: Any
+    gather_function: Any
+    push_in_progress: Any = None
+
+    # ---- Setup ----
 
     def __init__(
         self,
         model: nn.Module | None = None,
         args: TrainingArguments | None = None,
-        *trainer_args: Any,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., nn.Module] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         entame: EntameConfig | None = None,
-        **trainer_kwargs: Any,
+        class_weights: Tensor | None = None,
     ) -> None:
-        if args is None:
-            args = TrainingArguments("tmp_trainer")
+        args = EntameTrainingArguments("tmp_trainer") if args is None else args
         check_processes(args)
         wrapped = None if model is None else as_transformers(model)
-        super().__init__(wrapped, args, *trainer_args, **trainer_kwargs)
+        super().__init__(
+            wrapped,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            model_init,  # type: ignore[arg-type]
+            compute_loss_func,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics,
+        )
         self.entame = entame.under(TIMM_PREFIX) if entame is not None and wrapped is not model else entame
-        # Most vision models take **kwargs and scale nothing, which Trainer mistakes for a loss that is already
-        # divided: gradients would grow with gradient accumulation (transformers#47688).
+        # Most vision models take **kwargs and scale nothing. Trainer takes their loss for one that is divided already:
+        # gradients would grow with gradient accumulation (transformers#47688).
         self.model_accepts_loss_kwargs = False
-        self.energies = EnergyRecorder(self)
-        self.head_rates = HeadRates(self)
-        self.add_callback(OwnRandomness())
-        self.add_callback(TrainedMark())
-        self.add_callback(self.energies)
-        self.add_callback(self.head_rates)
-        self._micro_batches: list[int] = []
-        # Examples of a micro-batch, in a window whose micro-batches differ; None in all others.
-        self._mean_batch: Any = None
+        if class_weights is not None:
+            check_one_class(self.model)
+        if class_weights is not None or self.label_smoother is not None:
+            # Trainer's own takes the logarithm in the dtype of the logits.
+            self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
+        self.card_options: dict[str, Any] = {}
+        self.energies, self.head_rates, self.base_noise = EnergyRecorder(self), HeadRates(self), BaseNoise(self)
+        self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
+        for callback in (
+            *(BestCheckpointFinder(), self.evaluations, self.base_noise, OwnRandomness(), TrainedMark()),
+            *(self.energies, self.head_rates, CheckpointUploads(self)),
+        ):
+            self.add_callback(callback)
+        # What is frozen while train() runs, and how often a batch size was tried in it.
+        self.frozen, self.attempts = ExitStack(), 0
+        self.batch_maker: Any = None
+        self.parts_differ = False
+        # Of the step that runs; None if all its micro-batches have the same size.
+        self.mean_batch_size: Any = None
+        self.operations: dict[int, int] = {}
 
-    @property
-    def head_args(self) -> HeadArguments:
-        """The head's options: `args` where it has them, else their defaults."""
-        return self.args if isinstance(self.args, HeadArguments) else HeadArguments()
-
-    def entame_config(self) -> EntameConfig:
-        """Resolve what is done to the heads: the argument `entame`, else `args`, else [`apply_entame`]'s."""
-        if self.entame is not None:
-            return self.entame
-        own = self.head_args
-        return (applied_config(self.model) if own.leaves_config_open() else None) or own.entame_config()
+    # Trainer has no argument for it: without it, DDP copies all gradients to what it sends and back in every step.
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.accelerator.ddp_handler is not None:
+            self.accelerator.ddp_handler.gradient_as_bucket_view = True
 
     # A bare timm model from model_init needs the wrapper too.
     def call_model_init(self, trial: Any = None) -> nn.Module:
         return as_transformers(super().call_model_init(trial))
 
-    # The last moment before the optimizer sees the parameters, and after a trial has set its learning rate.
-    def _inner_training_loop(
+    @property
+    def head_args(self) -> HeadArguments:
+        """The heads' options: `args` if it has them, else their defaults."""
+        return self.args if isinstance(self.args, HeadArguments) else HeadArguments()
+
+    def entame_config(self) -> EntameConfig:
+        """Resolve what is done to the heads, see [`resolve_config`]."""
+        return resolve_config(self.entame, self.head_args, self.model)
+
+    def heads(self) -> list[Head]:
+        """Find the heads of the model in training."""
+        return find_heads(self.model, self.entame_config().head)
+
+    # Trainer resumes from the newest checkpoint, intact or not, and whether other hosts have it or not.
+    def train(
         self,
-        batch_size: int | None = None,
-        args: TrainingArguments | None = None,
-        resume_from_checkpoint: str | None = None,
+        resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        own = self.head_args
-        check_sharding(self.accelerator, self.entame_config(), own.warmup_steps_of_head(), own.head_lr == AUTO)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if sharded and self.accelerator.mixed_precision != "no":
-            normalise_in_float32(self.model)
-        if resume_from_checkpoint is not None:
-            self._prepare_resuming(resume_from_checkpoint)
-        else:
-            start_heads(
-                self.model,
-                self.entame_config(),
-                learning_rate=self.args.learning_rate,
-                seed=self.args.seed,
-                batch_size=self._train_batch_size * self.args.world_size,
-                accumulation=self.args.gradient_accumulation_steps,
-            )
-        if self.args.device.type == "cpu" and not sharded:
-            self.model.to(memory_format=torch.channels_last)
-        try:
-            with self._frozen():
-                return super()._inner_training_loop(
-                    batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
-                )
-        except RuntimeError:
-            if self.args.auto_find_batch_size:
-                # It may be tried again with a smaller batch, from a new head.
-                clear_entame_state(self.model)
-            raise
+        check_output_folder(self.args)
+        if resume_from_checkpoint:
+            find: Any = partial(find_checkpoint, resume_from_checkpoint, self.args)
+            resume_from_checkpoint = same_on_all(find)
+        self.attempts = 0
+        with self.frozen:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    # The heads' own learning rate needs a parameter group of their own before the scheduler reads the groups.
+    # No public hook runs after model_init, a trial's values and the checkpoint's model, and before DeepSpeed and the
+    # optimizer read the parameters. And Trainer takes all of a stream for its first epoch, and would skip its batches.
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        prepare_model(self, resume_from_checkpoint)
+        self.operations.clear()
+        epochs, batches = super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if resume_from_checkpoint and batches and is_batch_stream(self.train_dataset):
+            epochs, batches = place_in_stream(resume_from_checkpoint, self.args.gradient_accumulation_steps)
+            self.batch_maker.skip(batches)
+        return epochs, batches
+
+    # The head learning rate needs a parameter group of its own before the scheduler reads the groups.
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         ours = self.optimizer is None
         optimizer = super().create_optimizer(model)
@@ -174,115 +212,237 @@ class EntameTrainer(ReportingTrainer, EvaluatingTrainer, HubTrainer, FeedingTrai
         self.head_rates.assign(optimizer, ours)
         return optimizer
 
-    # What a recipe knows of warm-up and decay are shares of the steps.
+    # Trainer knows warm-up and decay as numbers of steps, or not at all.
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        with counted_shares(self.args, num_training_steps), said_of_schedules(self.args):
+        with resolve_ratios(self.args, num_training_steps), explain_scheduler_errors(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
 
-    def heads(self) -> list[Head]:
-        """Find the heads of the model in training."""
-        return find_heads(self.model, self.entame_config().head)
+    # ---- Data ----
 
-    def _frozen(self) -> AbstractContextManager[None]:
-        """What stands still, by the arguments, does so while this context lasts."""
-        if self.head_args.freeze_backbone:
-            return frozen_backbone(self.model, self.heads())
-        return frozen_statistics(self.model) if self.head_args.freeze_statistics else nullcontext()
+    # Batches are made on the device, where Trainer's loader would collate items; and no example is trained on twice.
+    def get_train_dataloader(self) -> DataLoader:
+        dataset, args = self.train_dataset, self.args
+        if isinstance(dataset, BatchDataset):
+            loader, self.batch_maker = prepared_loader(
+                *(dataset, self._train_batch_size, self._get_train_sampler(dataset)),
+                *(args, self.accelerator, args.dataloader_drop_last),
+            )
+        else:
+            loader, self.batch_maker = super().get_train_dataloader(), None
+        share_order(loader, args.seed if args.data_seed is None else args.data_seed)
+        self.parts_differ = share_evenly(loader)
+        return loader
 
-    def _head_parameters(self) -> list[nn.Parameter]:
-        return [parameter for head in self.heads() for parameter in head.module.parameters()]
+    # dataloader_drop_last is about training: an evaluation without some of its images reports another accuracy.
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset  # type: ignore
+        dataset = self.eval_dataset if named is None else named
+        return self.evaluation_loader(dataset, partial(super().get_eval_dataloader, eval_dataset))
 
-    # An epoch's last window may hold a smaller micro-batch, or a smaller part of one on some processes: its mean loss
-    # counts for its examples, not for a batch.
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._micro_batches = [find_batch_size(batch) or 0 for batch in batches]
-        self._mean_batch = None
-        parts_differ = self.parts_differ and self.accelerator.gradient_state.end_of_dataloader
-        if parts_differ or len(set(self._micro_batches)) > 1:
-            self._mean_batch = sum(self._micro_batches) / len(batches)
-        if parts_differ:
-            mean = to_device(torch.tensor(self._mean_batch), self.args.device)
-            self._mean_batch = self.accelerator.reduce(mean, "mean")
+    # As for the evaluation.
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        return self.evaluation_loader(test_dataset, partial(super().get_test_dataloader, test_dataset))
+
+    def evaluation_loader(self, dataset: Any, build: Callable[[], DataLoader]) -> DataLoader:
+        """Build a loader of an evaluation: ours for datasets that make batches, else by Trainer's `build`."""
+        if isinstance(dataset, BatchDataset):
+            sampler = self._get_eval_sampler(dataset)
+            loader, _ = prepared_loader(dataset, self.args.eval_batch_size, sampler, self.args, self.accelerator)
+        else:
+            with temporarily(self.args, dataloader_drop_last=False):
+                loader = build()
+        count_stream(loader)
+        return loader
+
+    # An epoch's last step may hold a smaller micro-batch, or a smaller part of one on some processes: its mean loss
+    # counts for its examples, not for a batch. A run that was killed after its last checkpoint takes no other step.
+    # And accelerate tells the epoch to the sampler alone in several processes, not to the dataset.
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        if self.batch_maker is not None:
+            self.batch_maker.set_epoch(int(self.state.epoch or 0))
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.mean_batch_size = mean_batch_size(batches, self.accelerator, self.parts_differ)
         return batches, num_items
 
-    # The only place that sees a micro-batch's loss, logits and labels together.
+    # ---- Step ----
+
+    # The only place that sees a micro-batch's loss, logits and labels together. Models take shares of classes for
+    # several labels an image. Mixed precision rounds the logits of their own loss, or, on GPUs, where autocast leaves
+    # cross-entropy in its input's dtype, its logarithms: in bfloat16, ln 10 is 2.297.
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        *args: Any,
-        **kwargs: Any,
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        labels, examples = inputs.get("labels"), find_batch_size(inputs)
+        labels: Any = inputs.get("labels")
+        examples = find_batch_size(inputs)
+        if are_shares(labels, self.model) and not isinstance(self.label_smoother, ClassificationLoss):
+            self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor)
         with self.energies.watching(), self.head_rates.watching():
-            loss, outputs = super().compute_loss(model, inputs, True, *args, **kwargs)
-        if model.training and self._micro_batches:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        rounded = loss.dtype.itemsize < 4 or self.accelerator.mixed_precision != "no"
+        own = self.compute_loss_func is None and self.label_smoother is None
+        if rounded and own and are_classes(labels, self.model):
+            loss = ClassificationLoss()(outputs, labels)
+        if model.training and self.is_in_train:
             self.base_noise.observe(labels)
-            if self.compute_loss_func is None and self._mean_batch is not None:
-                loss = loss * (examples / self._mean_batch)
+            if self.compute_loss_func is None and self.mean_batch_size is not None:
+                loss = loss * (examples / self.mean_batch_size)
             self.energies.observe(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
     # Head warm-up: after the backward, before clipping. Without gradients the optimizer skips the backbone and its
     # state, and DDP's reducer has done its work, so that nothing is frozen or unfrozen under it.
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().training_step(*args, **kwargs)
-        if not self.accelerator.sync_gradients:
-            return loss
-        self.energies.observe_gradients()
-        self.head_rates.observe_gradients()
-        if self.state.global_step < self.head_args.warmup_steps_of_head():
-            heads = {id(parameter) for parameter in self._head_parameters()}
-            for parameter in self.model.parameters():
-                if id(parameter) not in heads:
-                    parameter.grad = None
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self.energies.observe_gradients()
+            self.head_rates.observe_gradients()
+            if self.state.global_step < self.head_args.warmup_steps_of_head():
+                drop_gradients(self.model, self.heads())
+        if self.batch_maker is not None:
+            # The device is busy with the step, and nothing waits for it yet.
+            self.batch_maker.prepare()
         return loss
 
-    # The stock model is what is written, and it says what was done to it; going on needs what folding loses.
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        applied = applied_config(self.model)
-        method, rate, rates = self.head_args.entame_method, self.args.learning_rate, self.head_rates.record()
-        record = describe_adaptation(self.model, method, rate, rates)
-        with shareable_config(self.model, record):
-            super()._save(output_dir, stock_state_dict(self.model, state_dict))
-        if applied and self.args.should_save:
-            save_head_state(self.model, applied, output_dir or self.args.output_dir, state_dict)
+    # Trainer counts the parameters anew in each step, for which it walks through all modules twice.
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        size = main.numel() if isinstance(main, Tensor) else 0
+        if size not in self.operations:
+            self.operations[size] = super().floating_point_ops(inputs)
+        return self.operations[size]
 
-    # The un-folded head and its statistics need a place in the model before they are loaded.
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._prepare_resuming(resume_from_checkpoint)
-        self._load_stock(resume_from_checkpoint, partial(super()._load_from_checkpoint, resume_from_checkpoint, model))
+    # ---- Evaluation ----
 
-    def _prepare_resuming(self, folder: str) -> None:
-        """Give the heads the structure of a checkpoint's; a model must have it before it is sharded."""
-        self.head_rates.check_resuming(folder)
-        config = saved_config(folder)
-        if config is None:
-            logger.warning_once(f"{folder} was not trained with ENTAME: going on without it.")
-        elif config != self.entame_config():
-            raise InputError(
-                f"{folder} was trained with {config}, and this run asks for {self.entame_config()}. Resume with the "
-                "same configuration, or start a new run from it."
+    # Trainer weighs the last batch's loss as a whole one, and the loss of fill-ups as one of their own. Each process
+    # has a mean loss of its own, over the examples that are its own. All evaluate the model that the first one saves.
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        share_buffers(self.model)
+        # Metrics that evaluate something themselves have sums of their own.
+        self.evaluation_sums = sums = EvaluationSums(self.args)
+        gathering = temporarily(self, gather_function=sums.gathering(self.gather_function))
+        with gathering, temporarily(self.args, average_tokens_across_devices=False):
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        elif applied_config(self.model) != config:
-            prepare_heads(self.model, config)
+        output = sums.correct(output, f"{metric_key_prefix}_loss", self.accelerator)
+        if metric_key_prefix == "eval" and self.is_world_process_zero():
+            self.evaluations.observe(output, self.state)
+        return output
 
-    # The best model goes on being evaluated here, un-folded, with its own statistics.
-    def _load_best_model(self) -> None:
-        self._load_stock(self.state.best_model_checkpoint, super()._load_best_model)
+    # Examples that fill up the last batch stay out of the loss; what is gathered is filled up instead, and accelerate
+    # cuts it off again.
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        # Other inputs need not have a row an example.
+        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        rows = find_batch_size([main, inputs])
+        if rows is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        own = own_rows(rows, self.args, self.accelerator)
+        # A process without an example of its own computes one, for what is gathered.
+        used = max(own, 1)
+        inputs, labels = resize_rows(inputs, rows, used), resize_rows(inputs.get("labels"), rows, own)
+        loss, *predicted = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        self.evaluation_sums.add(loss, labels, own, rows)
+        logits, label_ids = (resize_rows(values, used, rows) for values in predicted)
+        return loss, logits, label_ids
 
-    def _load_stock(self, folder: str, load: Callable[[], None]) -> None:
-        """Load a checkpoint's model, by Trainer's `load` where there is no better way, and its heads as they train."""
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            # Shards are saved and loaded as they train.
-            load()
-            set_trained(self.model)
+    # ---- Save and load ----
+
+    # What the libraries say of a full disk names neither the disk nor a way on.
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with explained_full_disk(Path(output_dir or self.args.output_dir)):
+            super().save_model(output_dir, _internal_call)
+
+    # No public hook gets the state dict that save_model gathers from shards. Trainer's own pickles the arguments, with
+    # the token and paths of this machine, for nobody who reads them.
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        if not self.args.should_save:
             return
-        if is_peft(self.model):
-            with folded(self.model):
-                load()
-        elif not load_weights(self.model, folder):
-            load()
-        load_head_state(self.model, folder)
+        folder, config, rate = output_dir or self.args.output_dir, applied_config(self.model), self.args.learning_rate
+        record = describe_adaptation(self.model, self.head_args.entame_method, rate, self.head_rates.record())
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        with shareable_config(self.model, record):
+            save_stock_model(model, folder, stock_state_dict(self.model, state_dict))
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        if config:
+            save_head_state(self.model, config, folder, state_dict)
+
+    # A checkpoint may be cut off halfway, which no public hook can tell: on_save comes after older ones were removed.
+    # Trainer pushes before other processes are done; CheckpointUploads pushes afterwards.
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        with explained_full_disk(folder), unfinished(folder, self.args.should_save):
+            with temporarily(self.args, push_to_hub=False):
+                super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+
+    # The unfolded head and its statistics need a place in the model before they are loaded; and Trainer does not
+    # translate the names of a checkpoint back (ViT). It loads in the middle of train(), where no public hook is.
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.head_rates.check_resuming(resume_from_checkpoint)
+        prepare_resuming(self.model, self.entame_config(), resume_from_checkpoint)
+        load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        load_trained(self.model, resume_from_checkpoint, load, self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    # The best model is evaluated here, unfolded, with its own statistics: on_train_end would load it a second time.
+    def _load_best_model(self) -> None:
+        folder, sharded = self.state.best_model_checkpoint, self.is_fsdp_enabled or self.is_deepspeed_enabled
+        load_trained(self.model, folder, super()._load_best_model, sharded)
+
+    # ---- Hub ----
+
+    # Trainer finds out about a read-only token, a missing branch or a public repository after the training.
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        if not self.is_world_process_zero():
+            return
+        args = self.args
+        self.hub_model_id = check_push(
+            args.hub_model_id or Path(args.output_dir).absolute().name,
+            token=token or args.hub_token,
+            private=args.hub_private_repo if private is None else private,
+            revision=args.hub_revision,
+        )
+        self.push_in_progress = None
+
+    # Trainer's card does not know what was done to the model, and draws nothing.
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_world_process_zero():
+            try_to_write_card(self, *args, **{**self.card_options, **kwargs})
+
+    # Trainer uploads whatever is in the folder, writes over a card that was edited on the Hub, and loses its way back
+    # where the upload breaks.
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        args = self.args
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        self._finish_current_push()
+        private = args.hub_private_repo if private is None else private
+        target = HubTarget(self.hub_model_id, token or args.hub_token, revision or args.hub_revision, private)
+        options = {"model_name": target.repo.rpartition("/")[2], **kwargs}
+        write_card = partial(self.create_model_card, **options)
+        return push_folder(target, args.output_dir, str(commit_message), write_card, blocking)

@@ -16,8 +16,8 @@ from transformers import EvalPrediction, PrinterCallback, TimmWrapperImageProces
 from entame_hf.data import ClassificationDataset, build_datasets, split_dataset
 from entame_hf.heads import find_heads
 from entame_hf.metrics import predicted_classes
-from entame_hf.trainer.callbacks import EarlyEvaluation
-from entame_hf.trainer.energy_recorder import PREFIX
+from entame_hf.trainer import ENERGY_PREFIX as PREFIX
+from entame_hf.trainer import EarlyEvaluation
 
 from .datasets import load_data
 from .models import load_model

@@ -48,7 +48,7 @@ class RunArguments(EntameTrainingArguments):
                 f"probe_epochs={self.probe_epochs} must be at least 1 and leave an epoch of num_train_epochs="
                 f"{self.num_train_epochs:g} for the fine-tuning."
             )
-        if self.schedule == "fastai" and (self.head_lr_multiplier != 1 or self.head_lr is not None):
+        if self.schedule == "fastai" and self.peak_head_lr(self.learning_rate) is not None:
             raise ValueError("schedule=fastai says how fast the head learns: leave head_lr and its multiplier out.")
 
 
@@ -168,12 +168,13 @@ class FastaiFineTune(TwoPhaseTrainer):
     # Discriminative learning rates need a group each. Without decay, Trainer's own groups mean nothing.
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         optimizer = super().create_optimizer(model)
-        heads = {id(parameter) for parameter in self._head_parameters()}
+        learned = [parameter for head in self.heads() for parameter in head.module.parameters()]
+        heads = {id(parameter) for parameter in learned}
         backbone = [p for p in self.model.parameters() if id(p) not in heads]
         early, late = backbone[: len(backbone) // 2], backbone[len(backbone) // 2 :]
         common = optimizer.param_groups[0]
         optimizer.param_groups.clear()
-        for parameters in (early, late, self._head_parameters()):
+        for parameters in (early, late, learned):
             optimizer.add_param_group({**common, "params": parameters})
         return optimizer
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from entame_hf import InputError
 from entame_hf.cli.options import OptionParser
-from entame_hf.trainer.head_lr import LOGIT_STEP
+from entame_hf.trainer import LOGIT_STEP
 from entame_hf.training_args import AUTO, RECIPES, HeadArguments
 
 from .peers import RunArguments
@@ -121,8 +121,8 @@ class Suite:
                 raise InputError(f"{self.name}: {model}, {dataset}, {method}: {error}") from error
             # As they will be used: 1e-4, which YAML takes for a text, is the number, and a recipe is what it fills in:
             # where that changes, it is another run.
-            default = {f.name: f.default for f in fields(HeadArguments) if f.init} | RECIPES["paper"]
-            filled = {name: value for name in default if (value := getattr(arguments, name)) != default[name]}
+            default = {f.name: f.default for f in fields(HeadArguments)} | RECIPES["paper"]
+            filled = {name: value for name in default if (value := arguments.resolve(name)) != default[name]}
             run = sources | {name: getattr(arguments, name, value) for name, value in run.items()} | filled
             run.pop("recipe", None)
             if run.get("head_lr") == AUTO:

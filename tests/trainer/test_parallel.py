@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import socket
-import struct
-import threading
 from datetime import timedelta
 
 import pytest
@@ -16,7 +11,7 @@ import torch.distributed as dist
 from transformers import TrainingArguments
 
 from entame_hf import InputError
-from entame_hf.trainer import hosts
+from entame_hf.trainer import parallel
 from entame_hf.trainer.parallel import check_processes
 
 
@@ -24,8 +19,8 @@ from entame_hf.trainer.parallel import check_processes
 def others(monkeypatch) -> list:
     """What a second host's process answers; with it, there are two."""
     answers: list = []
-    monkeypatch.setattr(hosts, "are_several", lambda: True)
-    monkeypatch.setattr(hosts, "gather_object", lambda mine: [*mine, *answers])
+    monkeypatch.setattr(parallel, "are_several", lambda: True)
+    monkeypatch.setattr(parallel, "gather_object", lambda mine: [*mine, *answers])
     return answers
 
 
@@ -33,14 +28,14 @@ def not_there() -> str:
     raise InputError("there is no checkpoint there")
 
 
-def test_all_hosts_go_on_from_the_same_checkpoint(others):
+def test_all_hosts_resume_from_the_same_checkpoint(others):
     others[:] = [("checkpoint-4", None)]
-    assert hosts.same_on_all(lambda: "here/checkpoint-4") == "here/checkpoint-4"
+    assert parallel.same_on_all(lambda: "here/checkpoint-4") == "here/checkpoint-4"
 
 
-def test_the_folder_that_one_is_in_is_a_checkpoint_too(tmp_path, monkeypatch):
+def test_resume_accepts_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert hosts.same_on_all(lambda: ".") == "."
+    assert parallel.same_on_all(lambda: ".") == "."
 
 
 @pytest.mark.parametrize(
@@ -53,10 +48,10 @@ def test_the_folder_that_one_is_in_is_a_checkpoint_too(tmp_path, monkeypatch):
     ],
     ids=["missing-there", "missing-here", "another", "nowhere"],
 )
-def test_hosts_that_have_not_the_same_checkpoint_are_refused_everywhere(others, mine, other, message):
+def test_resume_refuses_different_checkpoints_on_every_host(others, mine, other, message):
     others[:] = [other]
     with pytest.raises(InputError, match=message):
-        hosts.same_on_all(mine)
+        parallel.same_on_all(mine)
 
 
 def arguments(tmp_path, **options) -> TrainingArguments:
@@ -67,63 +62,20 @@ def arguments(tmp_path, **options) -> TrainingArguments:
 
 def test_the_first_host_writes_where_all_see_it(tmp_path, others, caplog):
     others[:] = [True]
-    hosts.check_folder(arguments(tmp_path, load_best_model_at_end=True))
+    parallel.check_output_folder(arguments(tmp_path, load_best_model_at_end=True))
     assert not caplog.records
     assert not list((tmp_path / "out").iterdir())
     with pytest.raises(InputError, match="save_on_each_node=True leaves checkpoints without weights"):
-        hosts.check_folder(arguments(tmp_path, save_on_each_node=True))
+        parallel.check_output_folder(arguments(tmp_path, save_on_each_node=True))
 
 
 def test_what_only_the_first_host_has_is_said_before_the_training(tmp_path, others, caplog, monkeypatch):
     others[:] = [False]
     monkeypatch.setattr(logging.getLogger("entame_hf"), "propagate", True)
-    hosts.check_folder(arguments(tmp_path))
+    parallel.check_output_folder(arguments(tmp_path))
     assert "this one alone keeps checkpoints" in caplog.text
     with pytest.raises(InputError, match="load_best_model_at_end=True needs"):
-        hosts.check_folder(arguments(tmp_path, load_best_model_at_end=True))
-
-
-def connected() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        client = socket.create_connection(server.getsockname())
-        return client, server.accept()[0]
-
-
-@pytest.fixture
-def exits(monkeypatch) -> list[int]:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    return codes
-
-
-@pytest.mark.parametrize("restarted", [False, True], ids=["ended", "restarted"])
-def test_a_process_that_ends_is_no_lost_host_and_a_host_that_starts_anew_is(exits, restarted):
-    mine, other = connected()
-    with mine:
-        watching = threading.Thread(target=hosts._await_end, args=(mine, 1))
-        watching.start()
-        if restarted:
-            # Closed so, it answers as a host that knows of no connection.
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        other.close()
-        watching.join(timeout=10)
-        assert not watching.is_alive()
-    assert exits == ([1] if restarted else [])
-
-
-@pytest.mark.parametrize("error", [errno.ETIMEDOUT, errno.EHOSTUNREACH])
-def test_a_silent_host_ends_the_process_with_a_sentence(exits, capsys, error):
-    class Unanswered(socket.socket):
-        def recv(self, *_):
-            raise OSError(error, os.strerror(error))
-
-    with Unanswered() as connection:
-        hosts._await_end(connection, 3)
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    assert exits == [1]
-    message = capsys.readouterr().err
-    assert message.startswith("The host of rank 3 does not answer (")
-    assert "--resume_from_checkpoint last" in message
+        parallel.check_output_folder(arguments(tmp_path, load_best_model_at_end=True))
 
 
 def test_ddp_timeout_reaches_processes_on_the_cpu(tmp_path):

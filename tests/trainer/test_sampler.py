@@ -16,7 +16,7 @@ from torch.utils.data import (
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from entame_hf.errors import InputError
-from entame_hf.trainer.sampling import GlobalBatchSampler, count_stream, share_evenly, share_order
+from entame_hf.trainer.sampler import GlobalBatchSampler, count_stream, share_evenly, share_order
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])
