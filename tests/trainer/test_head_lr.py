@@ -26,12 +26,10 @@ from entame_hf import (
     apply_entame,
     head_learning_rate,
 )
-from entame_hf.cli.options import OptionParser
 from entame_hf.patch import applied_config
 from entame_hf.trainer.checkpoint import saved_record
 from entame_hf.trainer.head_lr import LOGIT_STEP, MARK, _share_of_gradient, feature_norms
 from entame_hf.trainer.parallel import check_sharding
-from entame_hf.training_args import HeadArguments
 
 AUTO = {"head_lr": "auto", "entame_method": "mei"}
 
@@ -450,8 +448,6 @@ class TestAgain:
         search_learning_rate(Watched, arguments(tmp_path, eval_strategy="epoch"), tiny_vit)
         assert len({base for base, _ in seen}) == 3
         assert len({head for _, head in seen}) == 1
-        # Numbers come as strings where the arguments start from one.
-        assert HeadArguments(head_lr="0.002").peak_head_lr(1e-4) == 2e-3
 
     def test_training_on_measures_anew(self, tmp_path, tiny_vit):
         args = arguments(tmp_path, head_lr="auto")
@@ -504,23 +500,6 @@ class TestWhatIsTold:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("value", ["fast", 0.0, -1e-3, "0", math.inf, "nan"])
-    def test_values(self, tmp_path, value):
-        with pytest.raises(ValueError, match='must be "auto", which measures it in the first step, or a positive'):
-            arguments(tmp_path, head_lr=value)
-
-    def test_a_number_may_come_as_a_string(self, tmp_path):
-        assert arguments(tmp_path, head_lr="1e-3").head_lr == 1e-3
-
-    @pytest.mark.parametrize("value", ["auto", 1e-3])
-    def test_a_rate_and_a_ratio(self, tmp_path, value):
-        with pytest.raises(ValueError, match="give one of them"):
-            arguments(tmp_path, head_lr=value, head_lr_multiplier=10.0)
-
-    def test_no_rate_to_share_a_schedule_with(self, tmp_path):
-        with pytest.raises(ValueError, match="freeze_backbone=True"):
-            arguments(tmp_path, learning_rate=0.0)
-
     @pytest.mark.parametrize("optimizer", ["rmsprop", "adafactor"])
     def test_an_optimizer_whose_steps_are_not_known(self, tmp_path, tiny_vit, optimizer):
         with pytest.raises(InputError, match=r'not those of \w+\. Give the rate, .* optim="adamw_torch"'):
@@ -568,82 +547,11 @@ class TestRefusals:
             check_sharding(accelerator, config, 0, measures_head_lr=True)
 
 
-DECAY = {"num_decay_steps": 0.2, "decay_type": "linear"}
-
-
-class TestRecipe:
-    def test_the_paper_is_the_default_and_changes_nothing(self, tmp_path):
-        args = EntameTrainingArguments(str(tmp_path))
-        assert (args.recipe, args.entame_method, args.head_lr, args.head_lr_multiplier) == ("paper", None, None, 1)
-
-    def test_recommended(self, tmp_path, tiny_vit):
-        args = EntameTrainingArguments(
-            str(tmp_path), recipe="recommended", max_steps=1, report_to="none", use_cpu=True
-        )
-        assert args.entame_config() == EntameConfig.for_method("entame")
-        assert args.freeze_statistics is True
-        assert (args.lr_scheduler_type, args.warmup_steps) == ("warmup_stable_decay", 0.05)
-        assert args.lr_scheduler_kwargs == DECAY
-        assert len(logged(train(tiny_vit, args))) == 1
-
-    @pytest.mark.parametrize(
-        ("given", "expected"),
-        [
-            ({"entame_method": "mei"}, ("mei", "auto", 1, True)),
-            ({"head_lr": 1e-3}, ("entame", 1e-3, 1, True)),
-            ({"head_lr_multiplier": 10.0}, ("entame", None, 10, True)),
-            ({"freeze_statistics": False}, ("entame", "auto", 1, False)),
-        ],
-        ids=["method", "rate", "ratio", "statistics"],
-    )
-    def test_what_is_given_goes_before_it(self, tmp_path, given, expected):
-        args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given)
-        assert (args.entame_method, args.head_lr, args.head_lr_multiplier, args.freeze_statistics) == expected
-
-    @pytest.mark.parametrize(
-        ("given", "expected"),
-        [
-            ({"lr_scheduler_type": "cosine"}, ("cosine", None, 0.05)),
-            ({"lr_scheduler_type": "constant"}, ("constant", None, 0.05)),
-            ({"warmup_steps": 0}, ("warmup_stable_decay", DECAY, 0)),
-            ({"lr_scheduler_kwargs": {"num_decay_steps": 1}}, ("warmup_stable_decay", {"num_decay_steps": 1}, 0.05)),
-        ],
-        ids=["schedule", "constant", "warm-up", "decay"],
-    )
-    def test_a_schedule_that_is_given_goes_before_it_with_its_own_options(self, tmp_path, tiny_vit, given, expected):
-        common = {"max_steps": 2, "report_to": "none", "use_cpu": True}
-        args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given, **common)
-        assert (args.lr_scheduler_type, args.lr_scheduler_kwargs, args.warmup_steps) == expected
-        train(tiny_vit, args)
-
-    @pytest.mark.parametrize(
-        ("typed", "expected"),
-        [([], None), (["--freeze_statistics"], True), (["--freeze_statistics", "False"], False)],
-        ids=["left-out", "named", "refused"],
-    )
-    def test_what_is_typed_of_statistics(self, typed, expected):
-        (args,) = OptionParser([HeadArguments], "").parse(typed)
-        assert args.freeze_statistics is expected
-
-    def test_what_apply_entame_was_given_goes_before_it(self, tmp_path, tiny_vit):
-        applied = EntameConfig(phi_w=1e-8, feature_norm=False)
-        args = EntameTrainingArguments(
-            str(tmp_path), recipe="recommended", max_steps=1, report_to="none", use_cpu=True
-        )
-        trainer = train(apply_entame(tiny_vit, applied), args)
-        assert applied_config(tiny_vit) == trainer.entame_config() == applied
-        assert len(logged(trainer)) == 1
-        trainer.save_model()
-        assert saved_record(tmp_path)["method"] == "mei"
-
-    @pytest.mark.parametrize("given", [{"entame_method": "entame"}, {"phi_w": 1e-10}], ids=["method", "variance"])
-    def test_nothing_else_goes_before_apply_entame_without_a_word(self, tmp_path, tiny_vit, given, caplog):
-        common = {"max_steps": 1, "report_to": "none", "use_cpu": True}
-        args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given, **common)
-        train(apply_entame(tiny_vit, EntameConfig(phi_w=1e-8, feature_norm=False)), args)
-        assert applied_config(tiny_vit) == args.entame_config()
-        assert "The heads were treated with EntameConfig(init='mei', feature_norm=False, phi_w=1e-08" in caplog.text
-
-    def test_an_unknown_one_is_refused_with_what_is_allowed(self, tmp_path):
-        with pytest.raises(ValueError, match="'best' is unknown: use one of paper, recommended"):
-            EntameTrainingArguments(str(tmp_path), recipe="best")
+def test_the_recommended_recipe_measures_beside_a_config_that_was_applied(tmp_path, tiny_vit):
+    applied = EntameConfig(phi_w=1e-8, feature_norm=False)
+    args = EntameTrainingArguments(str(tmp_path), recipe="recommended", max_steps=2, report_to="none", use_cpu=True)
+    trainer = train(apply_entame(tiny_vit, applied), args)
+    assert applied_config(tiny_vit) == trainer.entame_config() == applied
+    assert len(logged(trainer)) == 1
+    trainer.save_model()
+    assert saved_record(tmp_path)["method"] == "mei"
