@@ -15,10 +15,11 @@ test: .venv/test  ## The tests that need neither a GPU nor much time
 test-slow: .venv/slow  ## The tests that take longer
 	$(KEEP_MEMORY) $(BIN)/python -m pytest -m slow
 
-quality: .venv/dev  ## Format, lint and types
+quality: .venv/dev  ## Format, lint, types and the order of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: .venv/demo  ## What ENTAME costs here; the step's overhead needs a GPU
 	$(BIN)/python scripts/benchmark.py import

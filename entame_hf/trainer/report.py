@@ -15,8 +15,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..config import noise_to_signal_ratio
-from ..data import ClassificationDataset, StreamingDataset, output_size
-from ..data.workers import cores
+from ..data import ClassificationDataset, StreamingDataset, cores, output_size
 from ..errors import InputError
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
 from ..metrics import Evaluation
