@@ -97,4 +97,4 @@ class DataArguments:
             return None
         if self.streaming:
             raise InputError("Class weights can't be measured on a stream: leave `class_weights=balanced` out.")
-        return balanced_class_weights(train.labels, train.recorder.num_classes)
+        return balanced_class_weights(train.labels, train.pipeline.num_classes)

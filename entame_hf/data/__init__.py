@@ -6,8 +6,10 @@ from .build import BuiltDatasets, build_datasets
 from .channel_statistics import channel_statistics
 from .columns import balanced_class_weights
 from .dataset import ClassificationDataset
+from .duplicates import Duplicates, find_duplicates
 from .folders import load_image_folder
-from .images import UnreadableImageError, decode_image, decode_pixels
+from .images import UnreadableImageError, decode_image
+from .jpeg import decode_pixels
 from .preparation import Preparation
 from .skipped import SkippedImage, write_skipped_images
 from .sources import Splits, load_splits, split_dataset
@@ -27,6 +29,7 @@ __all__ = [
     "BatchDataset",
     "BuiltDatasets",
     "ClassificationDataset",
+    "Duplicates",
     "Preparation",
     "SkippedImage",
     "Splits",
@@ -40,6 +43,7 @@ __all__ = [
     "decode_image",
     "decode_pixels",
     "evaluation_transform",
+    "find_duplicates",
     "load_image_folder",
     "load_splits",
     "load_streams",

@@ -1,11 +1,10 @@
-"""Keep prepared images, for the epochs, processes and runs that need them again."""
+"""Cache prepared images on disk, for the epochs, processes and runs that need them again."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-import uuid
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -13,187 +12,214 @@ import datasets
 import numpy as np
 from numpy.typing import NDArray
 from transformers.utils import logging
+from xxhash import xxh3_64_intdigest
 
+from .pipeline import DecodedImage
 from .workers import threads
 
 logger = logging.get_logger(__name__)
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-_SUFFIX = ".records"
+# What is known of each image, at the start of the file; a checksum of 0 means that the image is not cached.
+_INDEX = np.dtype([("checksum", "<u8"), ("content", "<u8"), ("ratio", "<f4"), ("unused", "<u4")])
 
 # Bytes that a thread copies at a time.
-_PART = 2**22
+_COPY_BYTES = 2**22
+
+_FORMAT = "2"
 
 
 def cache_folder() -> Path:
-    """Give the folder of all caches: `entame_hf` beside the datasets that `datasets` caches (`HF_DATASETS_CACHE`)."""
+    """Return the folder of all caches: `entame_hf` beside the datasets that `datasets` caches."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "entame_hf"
 
 
-def this_boot() -> str:
-    """Identify this machine since its start: what it wrote may be lost in a crash, and no other may share it."""
-    return _BOOT.read_text() if _BOOT.exists() else str(uuid.getnode())
-
-
-def open_cache(parts: list[str], rows: int, length: int, limit: int) -> RecordCache | None:
-    """Open a [`RecordCache`] for this boot of this machine.
+def open_cache(parts: list[str], rows: int, length: int, limit: int) -> ImageCache | None:
+    """Open the [`ImageCache`] of a dataset and a preparation.
 
     Args:
-        parts (`list[str]`): what the records depend on.
-        rows, length, limit: as for [`RecordCache`].
+        parts (`list[str]`): what decides the pixels: the same parts share a cache.
+        rows, length, limit: as for [`ImageCache`].
 
     Returns:
-        [`RecordCache`] or `None`: `None`, after a warning, where there can be none.
+        [`ImageCache`] or `None`: `None`, after a warning, if the disk or the system allows none.
     """
     if limit <= 0 or not rows:
         return None
-    key = hashlib.sha256("\n".join([*parts, this_boot()]).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\n".join([_FORMAT, *parts]).encode(errors="surrogateescape")).hexdigest()[:32]
     try:
-        return RecordCache(key, rows, length, limit)
+        return ImageCache(key, rows, length, limit)
+    # Windows has no fcntl.
     except (ImportError, OSError) as error:
-        logger.warning(f"Images are decoded in every epoch, because the image cache cannot be used: {error}")
+        logger.warning(f"The image cache cannot be used, so every epoch decodes all images: {error}")
         return None
 
 
-class RecordCache:
-    """Keep records of equal length in a file, of which the system holds in memory what it has room for.
+class ImageCache:
+    """Keep the pixels of images in a file, which the system holds in memory as far as it can.
 
-    Processes of one machine may read and write side by side: who writes a record writes the bytes that any other
-    would, and the last of them, which are never zero, say that it is whole.
+    Processes may read and write the same file side by side: all of them write equal bytes, and a checksum that is
+    written last tells which images are complete. It is compared at a process's first read of each image, so that bytes
+    that changed on the disk are decoded again. The disk space is reserved before it is used.
 
     Args:
-        key (`str`): What the records are: the same key, the same records.
-        rows (`int`): How many there are.
-        length (`int`): Bytes of a record.
-        limit (`int`): Bytes that all caches in the folder may take. What no process uses is removed to make room,
-            oldest first; the rows that still find none are never kept. Half of the disk's free space is left.
+        key (`str`): identifies the pixels.
+        rows (`int`): how many images the dataset has.
+        length (`int`): bytes of an image.
+        limit (`int`): bytes that all caches in the folder may take. Unused ones are removed to make room, oldest
+            first. Half of the disk's free space is left free. Images without room are decoded in every epoch.
+
+    Attributes:
+        kept (`int`): how many images there is room for; the first ones.
+        index (`numpy.ndarray`): of each image its checksum, the hash of its file and its ratio of width to height.
 
     Raises:
-        OSError: If the folder can't be written.
+        OSError: If the folder cannot be written.
     """
 
     def __init__(self, key: str, rows: int, length: int, limit: int):
-        # Not on Windows.
         import fcntl
 
         self._arguments = (key, rows, length, limit)
+        self._length, self._start = length, -(-rows * _INDEX.itemsize // 4096) * 4096
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / (key + _SUFFIX)
+        path = folder / f"{key}.images"
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            # Whoever uses a file holds a shared lock on it.
+            # A shared lock marks a file in use.
             fcntl.flock(self._file, fcntl.LOCK_SH)
-            room = limit - _make_room(folder, path, min(limit, rows * length), limit)
-            there = os.fstat(self._file).st_size // length
-            self.kept = max(there, min(rows, min(room, shutil.disk_usage(folder).free // 2) // length))
-            os.ftruncate(self._file, self.kept * length)
+            there = os.fstat(self._file).st_size
+            wanted = self._start + rows * length
+            room = limit - _make_room(folder, path, min(limit, wanted), limit)
+            room = min(room, there + shutil.disk_usage(folder).free // 2)
+            self.kept = max(0, min(rows, (max(room, there) - self._start) // length))
+            size = self._start + self.kept * length
+            if self.kept and size > there:
+                self._reserve(there, size)
             os.utime(path)
-        self._length = length
-        shape = (self.kept, length)
-        self._records: NDArray[np.uint8] = np.empty(shape, np.uint8)
+        self.index: NDArray[np.void] = np.zeros(rows, _INDEX)
+        self._pixels: NDArray[np.uint8] = np.empty((0, length), np.uint8)
         if self.kept:
-            self._records = np.memmap(path, np.uint8, "r", shape=shape)
-        self._whole = np.zeros(rows, bool)
+            # Plain arrays: indexing a memmap is slower.
+            mapped = np.asarray(np.memmap(path, np.uint8, "r", shape=(size,)))
+            self.index = mapped[: rows * _INDEX.itemsize].view(_INDEX)
+            self._pixels = mapped[self._start :].reshape(self.kept, length)
+        self._checked = np.zeros(rows, bool)
         if self.kept < rows:
             logger.warning(
-                f"The image cache keeps {self.kept:,} of {rows:,} images; the others are decoded in every epoch. "
-                f"All would take {rows * length / 1e9:.1f} GB: see --image_cache_gb and the disk of {folder}."
+                f"The image cache has room for {self.kept:,} of {rows:,} images; every epoch decodes the others. All "
+                f"take {wanted / 1e9:.1f} GB: raise `image_cache_gb`, or free space on the disk of {folder}."
             )
 
     def __reduce__(self) -> tuple:
-        return RecordCache, self._arguments
+        return ImageCache, self._arguments
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             os.close(self._file)
 
     def has(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell which of some rows are here: bool (N,)."""
-        here = self._whole[rows]
-        if not here.all():
-            unsure = rows[~here & (rows < self.kept)]
-            self._whole[unsure] = self._records[unsure, -4:].any(1)
-            here = self._whole[rows]
-        return here
+        """Tell which images are cached: bool (N,)."""
+        return self.index["checksum"][rows] != 0
 
-    def take(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Copy records.
+    def fraction(self) -> float:
+        """Return the fraction of the dataset that is cached."""
+        return float((self.index["checksum"] != 0).mean())
+
+    def start_copying(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> list[Future[list[int]]]:
+        """Start to copy the pixels of cached images in threads, which need Python's lock for none of the page faults.
 
         Args:
             rows (`numpy.ndarray`): int64 (N,).
-            out (`numpy.ndarray`): uint8 (N, length), filled where a record is here.
+            out (`numpy.ndarray`): uint8 (N, length), filled once all futures are done.
 
         Returns:
-            `numpy.ndarray`: the positions in `rows` whose records are not here.
+            `list[Future]`: each gives the positions in `rows` whose pixels are damaged; they are no longer cached.
+        """
+        step = max(1, _COPY_BYTES // self._length)
+        return [threads().submit(self._copy, rows, out, at, at + step) for at in range(0, len(rows), step)]
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """Copy the pixels of those images that are cached.
+
+        Args:
+            rows (`numpy.ndarray`): int64 (N,).
+            out (`numpy.ndarray`): uint8 (N, length).
+
+        Returns:
+            `numpy.ndarray`: bool (N,), which images were copied.
         """
         here = self.has(rows)
-        # A thread would take longer to wake than one record to copy.
         if here.all() and len(rows) > 1:
-            for part in self.start_copying(rows, out):
-                part.result()
+            damaged = [i for part in self.start_copying(rows, out) for i in part.result()]
         else:
-            out[here] = self._records[rows[here]]
-        return np.flatnonzero(~here)
+            # A thread takes longer to wake up than to copy an image.
+            damaged = [i for i in np.flatnonzero(here).tolist() if self._copy(rows, out, i, i + 1)]
+        here[damaged] = False
+        return here
 
-    def start_copying(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> list[Future[None]]:
-        """Begin to copy records that are all here.
-
-        Args:
-            rows (`numpy.ndarray`): int64 (N,).
-            out (`numpy.ndarray`): uint8 (N, length), filled when all is done that is returned.
-
-        Returns:
-            `list[Future]`: to be waited for.
-        """
-        # In threads, which need Python's lock for none of the page faults.
-        return [threads().submit(self._copy, rows[part], out[part]) for part in self._parts(len(rows))]
-
-    def _parts(self, count: int) -> list[slice]:
-        step = max(1, _PART // self._length)
-        return [slice(start, start + step) for start in range(0, count, step)]
-
-    def _copy(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        # Any mode but "raise" copies straight to its place.
-        np.take(self._records, rows, axis=0, out=out, mode="clip")
-
-    def put(self, row: int, record: NDArray[np.uint8]) -> bool:
-        """Keep a record if there is room.
+    def write(self, row: int, image: DecodedImage) -> bool:
+        """Cache an image if there is room.
 
         Args:
             row (`int`): its row.
-            record (`numpy.ndarray`): uint8 (length,), the last four bytes not all zero.
+            image ([`DecodedImage`]): the image.
 
         Returns:
-            `bool`: whether it is kept.
+            `bool`: whether it is cached.
         """
         if row >= self.kept:
             return False
+        entry = np.array([(0, image.content, image.ratio, 0)], _INDEX)
+        entry["checksum"] = checksum = _checksum(image.pixels, entry[0])
         try:
-            # Not through the mapping: a full disk is an error here and the end of the process there.
-            os.pwrite(self._file, record.data, row * self._length)
-            # Not where a disk is full before the end, nor where mappings don't show what is written.
-            return bool(self._records[row, -4:].any())
+            # Not through the mapping, where a full disk ends the process.
+            os.pwrite(self._file, image.pixels.data, self._start + row * self._length)
+            os.pwrite(self._file, entry.data, row * _INDEX.itemsize)
         except OSError as error:
-            logger.warning(f"The image cache cannot grow, and images are decoded in every epoch: {error}.")
+            logger.warning(f"The image cache cannot be written, so every epoch decodes the other images: {error}")
             self.kept = 0
             return False
+        self._checked[row] = False
+        # Not true on disks whose mappings do not show what is written.
+        return bool(self.index["checksum"][row] == checksum)
 
-    def share(self) -> float:
-        """Estimate which share of all rows is here."""
-        count = len(self._whole)
-        # What the file takes of the disk says so at once while it has holes, of which each look into one takes long.
-        taken = os.fstat(self._file).st_blocks * 512 / (count * self._length)
-        return taken if taken < 0.5 else float(self.has(np.arange(0, count, max(1, count // 100))).mean())
+    def _copy(self, rows: NDArray[np.int64], out: NDArray[np.uint8], start: int, stop: int) -> list[int]:
+        rows, out = rows[start:stop], out[start:stop]
+        # Every mode but "raise" copies without a buffer.
+        np.take(self._pixels, rows, axis=0, out=out, mode="clip")
+        damaged = []
+        for i in np.flatnonzero(~self._checked[rows]):
+            entry = self.index[rows[i]]
+            if _checksum(out[i], entry) == entry["checksum"]:
+                self._checked[rows[i]] = True
+            else:
+                os.pwrite(self._file, bytes(_INDEX.itemsize), int(rows[i]) * _INDEX.itemsize)
+                damaged.append(start + int(i))
+        return damaged
+
+    def _reserve(self, start: int, end: int) -> None:
+        # macOS has none; a full disk shows there when an image is written.
+        if not hasattr(os, "posix_fallocate"):
+            return os.ftruncate(self._file, end)
+        try:
+            os.posix_fallocate(self._file, start, end - start)
+        except OSError:
+            os.ftruncate(self._file, start)
+            raise
+
+
+def _checksum(pixels: NDArray[np.uint8], entry: np.void) -> int:
+    seed = int(entry["content"]) ^ int(entry["ratio"].view(np.uint32))
+    return xxh3_64_intdigest(pixels.data, seed) or 1
 
 
 def _make_room(folder: Path, own: Path, needed: int, limit: int) -> int:
-    """Remove what nobody uses until `needed` bytes fit below the limit; tell how many bytes others take."""
+    """Remove unused caches until `needed` bytes fit below the limit; return the bytes of the others."""
     import fcntl
 
-    others = sorted((p for p in folder.glob(f"*{_SUFFIX}") if p != own), key=lambda p: p.stat().st_mtime)
+    others = sorted((p for p in folder.iterdir() if p not in (own, folder / "lock")), key=lambda p: p.stat().st_mtime)
     taken = sum(path.stat().st_size for path in others)
     for path in others:
         if taken + needed <= limit:

@@ -1,4 +1,4 @@
-"""Measure the colours of a dataset."""
+"""Measure the mean and standard deviation of a dataset's channels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import BaseImageProcessor
 
 from ..errors import InputError
 from .dataset import ClassificationDataset
-from .records import Recorder
+from .pipeline import ImagePipeline
 from .transforms import set_normalization
 
 _BATCH = 64
@@ -17,15 +17,15 @@ _BATCH = 64
 def channel_statistics(
     dataset: ClassificationDataset, processor: BaseImageProcessor
 ) -> tuple[list[float], list[float]]:
-    """Measure mean and standard deviation of each channel over all pixels of a training part.
+    """Measure the mean and standard deviation of each channel over all pixels of a training split.
 
-    Images are measured as they were prepared, without augmentation; those that can't be read are skipped.
+    Images are measured as they are prepared, without augmentation; unreadable ones are skipped.
 
     Args:
         dataset ([`ClassificationDataset`]):
-            The training part.
+            The training split.
         processor ([`~transformers.BaseImageProcessor`]):
-            The image processor that it was prepared with.
+            The image processor it is prepared with.
 
     Returns:
         `tuple[list[float], list[float]]`: The means and the standard deviations, for [`set_normalization`].
@@ -41,7 +41,7 @@ def channel_statistics(
     ```
     """
     images = dataset.with_processor(set_normalization(processor, mean=[0.0] * 3, std=[1.0] * 3))
-    plain = Recorder(images.recorder.preparation, None, images.recorder.num_classes)
+    plain = ImagePipeline(images.pipeline.preparation, None, images.pipeline.num_classes)
     pixels, total, squares = 0, torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for start in tqdm(range(0, len(dataset), _BATCH), desc="Measuring mean and std", unit="batch"):
         batch = images.read(list(range(start, min(start + _BATCH, len(dataset)))))
@@ -51,9 +51,9 @@ def channel_statistics(
         total += values.sum((0, 2))
         squares += values.square().sum((0, 2))
     if not pixels:
-        raise InputError("No image can be read: mean and std cannot be measured.")
+        raise InputError("No image can be read, so mean and std cannot be measured: use `normalization=pretrained`.")
     mean = total / pixels
     std = (squares / pixels - mean.square()).clamp_min(0).sqrt()
-    # A channel without any contrast carries nothing: dividing it by 1 keeps it finite.
+    # Dividing a constant channel by 1 keeps it finite.
     std[std < 1e-6] = 1.0
     return mean.tolist(), std.tolist()

@@ -219,7 +219,8 @@ def _state(path: str) -> str:
         status = os.stat(path)
     except OSError:
         return f"{path} missing"
-    return f"{path} {status.st_size} {status.st_mtime_ns}"
+    # Another file may come with the same size and time of modification.
+    return f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:

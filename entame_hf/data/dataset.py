@@ -1,4 +1,4 @@
-"""Read images and labels of a dataset in batches, and skip images that can't be read."""
+"""Read images and labels of a dataset in batches, and skip images that cannot be read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import BaseImageProcessor
 
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
 from .batches import BatchDataset
-from .cache import RecordCache, open_cache
+from .cache import ImageCache, open_cache
 from .columns import check_labels, count_classes, file_marks, label_values
 from .images import UnreadableImageError
+from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
-from .records import RawBatch, Record, Recorder
+from .skipped import SkippedImage
 from .unreadable import UnreadableRows
 from .workers import start_workers, threads, work
 
@@ -32,21 +34,19 @@ logger = logging.getLogger(__name__)
 # Images that a worker gets at a time.
 _CHUNK = 8
 
-# Share of the images with which the cache needs no workers.
+# Fraction of the images from which on the cache needs no workers.
 _MOST = 0.9
 
 
 class ClassificationDataset(BatchDataset):
-    """Give the images of a `datasets.Dataset` as a model's input: single items, or batches at a device's pace.
+    """Give the images of a `datasets.Dataset` as a model's input, item by item or in batches at a device's pace.
 
-    [`EntameTrainer`] reads it in batches: images are decoded and prepared by threads of this process and kept in a
-    cache on disk, so that each is decoded once; augmentation and normalisation run in batches on the training
-    device. Taken item by item, as any other `Trainer` does, it gives the same images, as long as whoever trains in
-    several processes tells it the epoch ([`~ClassificationDataset.set_epoch`]).
+    [`EntameTrainer`] reads batches: threads, worker processes or the GPU decode each image once, a cache on disk keeps
+    it, and augmentation and normalisation run in batches on the training device. Items are the same images; whoever
+    reads them in several processes calls [`~ClassificationDataset.set_epoch`].
 
-    An image that can't be read is named in one warning, flagged, and not tried again. The next one that can be
-    stands in for it, so that batches stay full and of one size on every process. The flags lie in shared memory:
-    DataLoader workers and the main process see the same ones.
+    An image that cannot be read is named in a warning and not tried again; the next readable one stands in for it, so
+    that batches keep one size on every rank. DataLoader workers and the main process share what is known.
 
     Args:
         dataset (`datasets.Dataset`):
@@ -56,22 +56,21 @@ class ClassificationDataset(BatchDataset):
         label_column (`str`):
             The column of class indices.
         preparation ([`Preparation`]):
-            What is done to each image before it is kept.
+            What is done to each image before it is cached.
         augmentation ([`Augmentation`], *optional*):
             What is done to images in training. By default nothing.
         name (`str`, *optional*, defaults to `"train"`):
             What messages call this dataset.
         evaluation (`bool`, *optional*, defaults to `False`):
-            Whether stand-ins are labelled -100, which the loss and the metrics leave out, so that nothing is
-            counted twice.
+            Whether stand-ins are labelled -100, which the loss and the metrics ignore, so that no image counts twice.
         cache_gb (`float`, *optional*, defaults to 32):
-            What all caches together may take on disk; 0 keeps nothing.
+            Disk space for all caches together; 0 caches nothing.
         num_classes (`int`, *optional*):
-            The number of classes, by default what the label column's `ClassLabel` says.
+            The number of classes, by default that of the label column's `ClassLabel`.
 
     Raises:
-        InputError: If `num_classes` is missing or too small; from an item's access, once more than 1 % of the images,
-            and more than 5, could not be read.
+        InputError: If `num_classes` is missing or too small; when images are read, if more than 1 % of them, and more
+            than 5, or most of a class are unreadable.
 
     Example:
 
@@ -98,12 +97,16 @@ class ClassificationDataset(BatchDataset):
         self.dataset = dataset
         self.image_column = image_column
         self.labels = torch.from_numpy(label_values(dataset, label_column).to_numpy().astype(np.int64))
-        num_classes = count_classes(dataset.features[label_column], label_column, num_classes)
+        feature = dataset.features[label_column]
+        num_classes = count_classes(feature, label_column, num_classes)
         check_labels(self.labels, num_classes, label_column)
-        self.recorder = Recorder(preparation, augmentation, num_classes)
+        self.pipeline = ImagePipeline(preparation, augmentation, num_classes)
         self.name = name
         self.evaluation = evaluation
-        self.unreadable = UnreadableRows(len(dataset), self._describe)
+        class_names = (
+            feature.names if isinstance(feature, datasets.ClassLabel) else [str(i) for i in range(num_classes)]
+        )
+        self.unreadable = UnreadableRows(self.labels, class_names, self.describe, self._reason)
         self._cache_limit = round(cache_gb * 1e9)
         self._cache = self._open_cache()
         self._workers: ProcessPoolExecutor | None = None
@@ -112,70 +115,69 @@ class ClassificationDataset(BatchDataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        # The end is where Python's loops stop.
+        # range raises the IndexError that ends Python's loops.
         batch = self.finish(self.read([range(len(self))[index]], self.epoch))
         return {name: values[0] for name, values in batch.items()}
 
-    def read(self, indices: list[int], epoch: int = 0, device: torch.device | None = None) -> RawBatch:
-        """Read a batch: from the cache what it has, decoded what it has not.
+    def read(self, indices: list[int], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
+        """Read a batch from the cache, and decode the images that are not cached.
 
         Args:
             indices (`list[int]`): the rows.
-            epoch (`int`, *optional*, defaults to 0): what augmentations are drawn for.
-            device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes what it can.
+            epoch (`int`, *optional*, defaults to 0): decides the augmentation.
+            device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes common JPEGs.
 
         Returns:
-            [`RawBatch`]: the images and labels, on the host.
+            [`HostBatch`]: the images and labels.
 
         Raises:
-            InputError: If too many images can't be read.
+            InputError: If too many images are unreadable.
         """
         asked = np.asarray(indices, dtype=np.int64)
         gpu = device if device is not None and device.type == "cuda" else None
-        records = self._empty(len(asked), device)
-        out, rows, todo = records.numpy(), asked.copy(), np.arange(len(asked))
+        batch, rows, todo = self._allocate(asked, epoch, device), asked.copy(), np.arange(len(asked))
         tried = np.empty(0, np.int64)
-        # Each round takes from the cache what the one before put there, and the next row for one found unreadable.
+        # Each round reads what the one before cached, and the next row for each that it found unreadable.
         while len(todo):
             rows[todo] = self.unreadable.replace(asked[todo])
-            todo = self._take(rows, todo, out)
+            todo = self._read_cached(rows, todo, batch)
             if len(todo) and np.array_equal(rows[todo], tried):
-                # A disk on which other processes' writing doesn't show.
+                # This disk does not show what other processes write.
                 self._cache = self._workers = None
             tried = rows[todo]
             if gpu is not None:
-                todo, gpu = self._decode_on_gpu(rows, todo, out, gpu), None
-            todo = self._decode(rows, todo, out)
-        return RawBatch(records, self._labels(rows, asked), asked, epoch)
+                todo, gpu = self._decode_on_gpu(rows, todo, batch, gpu), None
+            todo = self._decode(rows, todo, batch)
+        return self._label(batch, rows)
 
-    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], RawBatch] | None:
-        """Begin to copy a batch that the cache has all of: see [`BatchDataset.start_reading`]."""
+    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], HostBatch] | None:
+        """Start to copy a batch that is cached: see [`BatchDataset.start_reading`]."""
         asked = np.asarray(indices, dtype=np.int64)
         rows = self.unreadable.replace(asked)
         if self._cache is None or not self._cache.has(rows).all():
             return None
-        records = self._empty(len(asked), device)
-        copies = self._cache.start_copying(rows, records.numpy())
+        batch = self._allocate(asked, epoch, device)
+        batch.ratios.numpy()[:] = self._cache.index["ratio"][rows]
+        copies = self._cache.start_copying(rows, batch.pixels.numpy())
 
-        def wait() -> RawBatch:
-            for part in copies:
-                part.result()
-            return RawBatch(records, self._labels(rows, asked), asked, epoch)
+        def wait() -> HostBatch:
+            damaged = [position for part in copies for position in part.result()]
+            return self.read(indices, epoch, device) if damaged else self._label(batch, rows)
 
         return wait
 
-    def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
-        return self.recorder.finish(batch, device)
+    def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Augment and normalise a batch on a device: see [`ImagePipeline.finish`]."""
+        return self.pipeline.finish(batch, device)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; processes that have little left to decode are let go."""
+        """Set the epoch that comes next. Workers stop once little is left to decode."""
         if self._workers and epoch != self.epoch and self._has_most():
             self._stop_workers()
         super().set_epoch(epoch)
 
     def start_workers(self, count: int) -> None:
-        """Let processes decode, unless the cache has most of the images already.
+        """Start processes that decode, unless most images are cached.
 
         Args:
             count (`int`): how many; 0 leaves it to threads of this process.
@@ -183,121 +185,133 @@ class ClassificationDataset(BatchDataset):
         if self._has_most():
             self._stop_workers()
         elif count and not self._workers:
-            self._workers = start_workers(self._decode_one, count)
+            self._workers = start_workers(self._decode_row, count)
 
     def with_processor(self, processor: BaseImageProcessor) -> ClassificationDataset:
-        """Give the same images prepared by another processor; the flags are shared.
+        """Give the same images prepared by another processor; both know the same unreadable images.
 
         Args:
             processor ([`~transformers.BaseImageProcessor`]): the processor.
 
         Returns:
-            [`ClassificationDataset`]: The other view.
+            [`ClassificationDataset`]: the other view.
         """
         other = copy.copy(self)
-        preparation = self.recorder.preparation.with_processor(processor)
-        other.recorder = Recorder(preparation, self.recorder.augmentation, self.recorder.num_classes)
+        preparation = self.pipeline.preparation.with_processor(processor)
+        other.pipeline = ImagePipeline(preparation, self.pipeline.augmentation, self.pipeline.num_classes)
         other._cache, other._workers = other._open_cache(), None
         return other
 
+    def content_hashes(self) -> NDArray[np.uint64]:
+        """Return a hash of each image's file: uint64 (N,), 0 for images that are not cached."""
+        return np.zeros(len(self), np.uint64) if self._cache is None else self._cache.index["content"]
+
+    def describe(self, row: int) -> str:
+        """Name a row's image by its path, or by its place if it has none."""
+        image = self.dataset[row][self.image_column]
+        path = image.get("path") if isinstance(image, dict) else image
+        return path if isinstance(path, str) else f"row {row} of {self.name}"
+
     def summary(self) -> str | None:
-        """Tell which images could not be read so far: one line, `None` where all could."""
+        """Name the unreadable images in one line; `None` if there are none so far."""
         return self.unreadable.summary()
 
     def gather_unreadable(self) -> None:
-        """Add what other processes could not read; to be called in all of them."""
+        """Add what other processes could not read. To be called in all of them."""
         self.unreadable.gather()
 
-    def _empty(self, count: int, device: torch.device | None) -> Tensor:
-        """Make room for records; CUDA copies from pinned memory without being waited for."""
+    def skipped(self) -> list[SkippedImage]:
+        """List the unreadable images with their reasons, after [`~ClassificationDataset.gather_unreadable`] of all."""
+        return self.unreadable.skipped(self.name)
+
+    def _allocate(self, asked: Rows, epoch: int, device: torch.device | None) -> HostBatch:
+        # CUDA copies from pinned memory without waiting.
         pinned = device is not None and device.type == "cuda"
-        return torch.empty(count, self.recorder.length, dtype=torch.uint8, pin_memory=pinned)
+        pixels = torch.empty(len(asked), self.pipeline.length, dtype=torch.uint8, pin_memory=pinned)
+        return HostBatch(pixels, torch.empty(len(asked)), torch.empty(0), asked, epoch)
 
-    def _labels(self, rows: Rows, asked: Rows) -> Tensor:
-        labels = self.labels[rows]
-        return labels.masked_fill(torch.from_numpy(rows != asked), IGNORED_LABEL) if self.evaluation else labels
+    def _label(self, batch: HostBatch, rows: Rows) -> HostBatch:
+        batch.labels = self.labels[rows]
+        if self.evaluation:
+            batch.labels = batch.labels.masked_fill(torch.from_numpy(rows != batch.rows), IGNORED_LABEL)
+        return batch
 
-    def _take(self, rows: Rows, todo: Rows, out: Record) -> Rows:
-        """Copy what the cache has; return which positions are left."""
+    def _read_cached(self, rows: Rows, todo: Rows, batch: HostBatch) -> Rows:
+        """Copy what is cached; return the positions that are left."""
         if self._cache is None:
             return todo
-        if len(todo) == len(rows):
-            return self._cache.take(rows, out)
-        part = np.empty((len(todo), out.shape[1]), np.uint8)
-        missing = self._cache.take(rows[todo], part)
-        out[todo] = part
-        return todo[missing]
+        out = batch.pixels.numpy() if len(todo) == len(rows) else np.empty((len(todo), self.pipeline.length), np.uint8)
+        here = self._cache.read(rows[todo], out)
+        if len(todo) < len(rows):
+            batch.pixels.numpy()[todo[here]] = out[here]
+        batch.ratios.numpy()[todo[here]] = self._cache.index["ratio"][rows[todo[here]]]
+        return todo[~here]
 
-    def _decode_on_gpu(self, rows: Rows, todo: Rows, out: Record, device: torch.device) -> Rows:
-        """Decode on a GPU what can be; return which positions are left."""
-        if not len(todo) or self.recorder.preparation.framing is None:
+    def _decode_on_gpu(self, rows: Rows, todo: Rows, batch: HostBatch, device: torch.device) -> Rows:
+        """Decode on a GPU what it can; return the positions that are left."""
+        if not len(todo) or self.pipeline.preparation.resize_crop is None:
             return todo
-        left = np.ones(len(todo), bool)
-        for group, records in self.recorder.records_on_gpu(self.dataset[rows[todo]][self.image_column], device):
-            out[todo[group]] = records
-            list(threads().map(self._keep, rows[todo[group]].tolist(), records))
-            left[group] = False
-        return todo[left]
+        images = dict(self.pipeline.decode_on_gpu(self.dataset[rows[todo]][self.image_column], device))
+        for i, image in images.items():
+            _put(batch, todo[i], image)
+        list(threads().map(self._keep, (int(rows[todo[i]]) for i in images), images.values()))
+        return np.delete(todo, list(images))
 
-    def _decode(self, rows: Rows, todo: Rows, out: Record) -> Rows:
-        """Decode in processes or threads; return which positions were not written: kept now, or unreadable."""
+    def _decode(self, rows: Rows, todo: Rows, batch: HostBatch) -> Rows:
+        """Decode in workers or threads; return the positions that are left: cached now, or unreadable."""
         wanted = rows[todo].tolist()
-        made: list[Record | UnreadableImageError | None] = []
+        decoded: list[DecodedImage | UnreadableImageError | None] = []
         if self._workers:
             try:
-                made = list(self._workers.map(work, wanted, chunksize=_CHUNK))
+                decoded = list(self._workers.map(work, wanted, chunksize=_CHUNK))
             except BrokenProcessPool:
-                logger.warning(
-                    "A process that decodes images was killed; is memory short? Threads go on in place of all of them."
-                )
+                logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
                 self._workers = None
         if not self._workers:
-            made = list(threads().map(self._decode_one, wanted))
+            decoded = list(threads().map(self._decode_row, wanted))
         elif self.evaluation and self._has_most():
-            # No epoch follows at whose start they would be let go.
+            # No epoch follows at whose start they would stop.
             self._stop_workers()
-        written = np.zeros(len(todo), bool)
-        for i, record in enumerate(made):
-            if isinstance(record, UnreadableImageError):
-                self.unreadable.add(wanted[i], record)
-            elif record is not None:
-                out[todo[i]] = record
-                written[i] = True
-        return todo[~written]
+        left = np.ones(len(todo), bool)
+        for i, image in enumerate(decoded):
+            if isinstance(image, UnreadableImageError):
+                self.unreadable.add(wanted[i], image)
+            elif image is not None:
+                _put(batch, todo[i], image)
+                left[i] = False
+        return todo[left]
 
-    def _decode_one(self, row: int) -> Record | UnreadableImageError | None:
-        """Decode a row; `None` where the cache keeps what comes of it."""
-        record = self.recorder.try_record(self.dataset[row][self.image_column])
-        if isinstance(record, UnreadableImageError):
-            return record
-        return None if self._keep(row, record) else record
+    def _decode_row(self, row: int) -> DecodedImage | UnreadableImageError | None:
+        """Decode a row; `None` if the cache has the image now."""
+        image = self.pipeline.decode(self.dataset[row][self.image_column])
+        return None if isinstance(image, DecodedImage) and self._keep(row, image) else image
 
     def _stop_workers(self) -> None:
-        # Beside processes that were forked from it, the training's own is slower.
+        # The training process is slower beside processes that were forked from it.
         if self._workers:
             self._workers.shutdown(wait=False)
             self._workers = None
 
     def _has_most(self) -> bool:
-        return self._cache is not None and self._cache.share() >= _MOST
+        return self._cache is not None and self._cache.fraction() >= _MOST
 
-    def _keep(self, row: int, record: Record) -> bool:
-        return self._cache is not None and self._cache.put(row, record)
+    def _keep(self, row: int, image: DecodedImage) -> bool:
+        return self._cache is not None and self._cache.write(row, image)
 
-    def _open_cache(self) -> RecordCache | None:
+    def _open_cache(self) -> ImageCache | None:
         marks = file_marks(self.dataset, self.image_column) if self._cache_limit > 0 else []
-        parts = [
-            version("entame-hf"),
-            self.dataset._fingerprint,
-            self.image_column,
-            *marks,
-            self.recorder.preparation.key,
-        ]
-        return open_cache(parts, len(self), self.recorder.length, self._cache_limit)
+        parts = [version("entame-hf"), self.dataset._fingerprint, self.image_column, *marks]
+        parts.append(self.pipeline.preparation.key)
+        return open_cache(parts, len(self), self.pipeline.length, self._cache_limit)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_workers": None}
 
-    def _describe(self, index: int) -> str:
-        image = self.dataset[index][self.image_column] or {}
-        return image.get("path") or f"row {index} of {self.name}"
+    def _reason(self, row: int) -> str:
+        image = self.pipeline.decode(self.dataset[row][self.image_column])
+        return str(image) if isinstance(image, UnreadableImageError) else "could not be read in another process"
+
+
+def _put(batch: HostBatch, position: int, image: DecodedImage) -> None:
+    batch.pixels.numpy()[position] = image.pixels
+    batch.ratios[position] = image.ratio

@@ -1,28 +1,29 @@
-"""Tell which JPEGs the fast decoders can be trusted with, and decode many at once on a GPU."""
+"""Decode common JPEGs fast: by libjpeg-turbo in threads, or by nvJPEG in batches."""
 
 from __future__ import annotations
 
 from io import BytesIO
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from .images import decode_image, encoded_bytes, read_orientation
 
 _START, _END = b"\xff\xd8", b"\xff\xd9"
 
 _BASELINE, _EXTENDED, _PROGRESSIVE, _SCAN, _APP1, _ADOBE = 0xC0, 0xC1, 0xC2, 0xDA, 0xE1, 0xEE
 
-_ORIENTATION = 0x0112
-
 
 class JpegHeader(NamedTuple):
-    """Hold what the header of a JPEG says.
+    """Describe a JPEG.
 
     Attributes:
-        height, width (`int`): Of the image as it is stored.
-        upright (`bool`): Whether it is shown as it is stored, by EXIF and XMP as Pillow reads them.
+        height, width (`int`): of the image as it is stored.
+        upright (`bool`): whether it is shown as it is stored, by its EXIF and XMP as Pillow reads them.
     """
 
     height: int
@@ -31,15 +32,15 @@ class JpegHeader(NamedTuple):
 
 
 def common_jpeg(data: bytes) -> JpegHeader | None:
-    """Read the header of a whole grey or YCbCr JPEG of 8 bits.
+    """Read the header of a complete 8-bit grey or YCbCr JPEG.
 
-    Decoders agree on these. On others they don't: on those that were cut off, on CMYK, on RGB.
+    Decoders agree on these. They differ on truncated files, CMYK and RGB.
 
     Args:
         data (`bytes`): a file.
 
     Returns:
-        [`JpegHeader`] or `None`: `None` for every other file, and for images beyond Pillow's limit.
+        [`JpegHeader`] or `None`: `None` for every other file, and for more than `PIL.Image.MAX_IMAGE_PIXELS` pixels.
     """
     if not data.startswith(_START) or not data[-64:].rstrip(b"\0").endswith(_END):
         return None
@@ -56,24 +57,50 @@ def common_jpeg(data: bytes) -> JpegHeader | None:
                 return None
         # EXIF or XMP.
         tagged = tagged or kind == _APP1
-        # Transform 0: channels that are no YCbCr.
+        # Transform 0: the channels are not YCbCr.
         if kind == _ADOBE and body.startswith(b"Adobe") and body[11] == 0:
             return None
         position += 2 + length
     return None
 
 
-def decode_on_gpu(images: list[bytes], device: torch.device) -> list[Tensor] | None:
-    """Decode upright [`common_jpeg`]s with nvJPEG, together.
+def decode_pixels(value: Any) -> Tensor:
+    """Decode an image to the pixels that [`decode_image`] gives, faster for a common, upright JPEG.
 
-    Its colours are not interpolated between pixels as libjpeg-turbo's are: good to train on, not to compare with.
+    Those are decoded by libjpeg-turbo without Pillow's copies and without Python's lock, so that threads run side by
+    side. All other images go through [`decode_image`].
+
+    Args:
+        value: as for [`decode_image`].
+
+    Returns:
+        `torch.Tensor`: uint8 (3, H, W), RGB.
+
+    Raises:
+        UnreadableImageError: If it cannot be decoded.
+    """
+    data = encoded_bytes(value)
+    header = common_jpeg(data) if data else None
+    if data and header and header.upright:
+        try:
+            return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
+        # Pillow decides what can be read, and has the better message.
+        except RuntimeError:
+            pass
+    return pil_to_tensor(decode_image(value if data is None else data))
+
+
+def decode_on_gpu(images: list[bytes], device: torch.device) -> list[Tensor] | None:
+    """Decode a batch of upright [`common_jpeg`]s with nvJPEG.
+
+    It does not interpolate colours between pixels as libjpeg-turbo does: good to train on, not to compare with.
 
     Args:
         images (`list[bytes]`): the files.
         device (`torch.device`): a CUDA device.
 
     Returns:
-        `list[torch.Tensor]` or `None`: uint8 (3, H, W) each; `None` where one of them can't be decoded so.
+        `list[torch.Tensor]` or `None`: uint8 (3, H, W) each; `None` if one of them cannot be decoded.
     """
     encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in images]
     try:
@@ -85,8 +112,7 @@ def decode_on_gpu(images: list[bytes], device: torch.device) -> list[Tensor] | N
 def _upright(data: bytes) -> bool:
     try:
         with Image.open(BytesIO(data)) as image:
-            # The rule of ImageOps.exif_transpose: any other value says nothing.
-            return image.getexif().get(_ORIENTATION) not in range(2, 9)
-    # Pillow's readers raise nearly anything.
+            return read_orientation(image) not in range(2, 9)
+    # Pillow decides how it is shown.
     except Exception:
         return False

@@ -1,52 +1,58 @@
-"""Split an image processor in two: what is done to each image once, and what is done to batches of its pixels."""
+"""Split an image processor in two: per-image work on bytes, which can be cached, and per-batch scaling."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2.functional import InterpolationMode, pil_to_tensor, resize
+from torchvision.transforms.v2 import functional as F
 from transformers import BaseImageProcessor
 
 from ..errors import InputError
-from .framing import Framing, find_framing
+from .resampling import ResizeCrop, find_resize_crop
 from .transforms import Transform, evaluation_transform, output_size, pixel_transform, set_image_size
 
 # A crop of half of an image's area is then as sharp as the model's input.
 _CANVAS = 1.5
 
+# Ratio of the sides beyond which an image is cropped, or shrunk along its long side, before the processor resizes it.
+_MAX_ASPECT = 8
+
 
 class Preparation:
     """Prepare an image's pixels as an image processor does, up to scaling and normalising their values.
 
-    That part is the same in every epoch, fits in bytes, and can be kept; the rest is `scale · pixels + shift`, cheap
-    in batches on any device. Both are found by running the processor, and compared with it: where it can't be
-    split so, all of it is done per image, and scale and shift are 1 and 0.
+    This part is the same in every epoch, fits in bytes and is cached; the rest is `scale · pixels + shift`, in batches
+    on any device. Both are measured by running the processor and compared with it. If a processor cannot be split,
+    all of it runs per image, and scale and shift are 1 and 0.
+
+    An image more than 8 times as long as wide is cropped to its centre first, or shrunk along its long side if the
+    processor keeps all of it: resizing it would take gigabytes. Its pixels may differ from the processor's.
 
     Args:
         processor ([`~transformers.BaseImageProcessor`]):
             The model's image processor.
         exact (`bool`, *optional*, defaults to `True`):
-            Whether pixels are those that `pipeline` will see. Otherwise they may differ by one level of 255 in
-            places, where a faster resize exists.
+            Whether pixels equal those that `pipeline` sees. Otherwise a faster resize may be used, and pixels may
+            differ by one level of 255.
         whole (`bool`, *optional*, defaults to `False`):
-            Whether all of the image is kept, squashed to a square one and a half times as large as the model's input,
-            for random crops to be taken from.
+            Whether to keep the whole image, resized to a square of 1.5 times the model's input, for random crops.
 
     Attributes:
-        size (`tuple[int, int]`): Height and width of prepared images.
-        output_size (`tuple[int, int]`): Height and width of the model's input.
-        dtype (`torch.dtype`): uint8, or float32 where the processor can't be split.
+        size (`tuple[int, int]`): height and width of prepared images.
+        output_size (`tuple[int, int]`): height and width of the model's input.
+        dtype (`torch.dtype`): uint8, or float32 if the processor cannot be split.
         scale, shift (`torch.Tensor`): float32 (3, 1, 1).
-        takes_tensors (`bool`): Whether it takes uint8 tensors (3, H, W), or `PIL.Image.Image`s.
-        framing ([`Framing`] or `None`): The same work for batches on a GPU, where pixels need not be exact.
-        key (`str`): What tells preparations apart: whether they are exact, and a digest of what they make of images.
+        takes_tensors (`bool`): whether it takes uint8 tensors (3, H, W), or `PIL.Image.Image`s.
+        resize_crop ([`ResizeCrop`] or `None`): the same for batches on a GPU, if pixels need not be exact.
+        key (`str`): equal for preparations that give equal pixels.
 
     Raises:
-        InputError: If the processor gives images of no common size, or `whole` is asked of one that can't be split.
+        InputError: If the processor gives images of different sizes, or `whole` is asked of one that cannot be split.
 
     Example:
 
@@ -72,34 +78,51 @@ class Preparation:
         if not all(self._agrees(everything(probe), self._prepare(probe)) for probe in probes):
             if whole:
                 raise InputError(
-                    f"{type(processor).__name__} leaves no pixels to crop at random: use another augmentation."
+                    f"{type(processor).__name__} cannot be split, which `augmentation=random_resized_crop` needs: use "
+                    "`augmentation=flip` or none."
                 )
             self._prepare, self.dtype = everything, torch.float32
             self.scale, self.shift = torch.ones(3, 1, 1), torch.zeros(3, 1, 1)
+        self._crops = not self._canvas and _ignores_ends(self._prepare)
         self.takes_tensors = not exact and self.dtype == torch.uint8 and self._use_tensors(processor, probes)
-        self.framing = None if exact or self.dtype != torch.uint8 else self._find_framing(processor, probes)
-        made = b"".join(self(self.convert(probe)).contiguous().numpy().tobytes() for probe in probes)
-        # Files are decoded faster where pixels need not be exact, and to other ones.
-        self.key = f"exact={exact} {hashlib.sha256(made).hexdigest()[:16]}"
+        prepared = [self(self.convert(probe)) for probe in probes]
+        self.resize_crop: ResizeCrop | None = None
+        if not exact and self.dtype == torch.uint8:
+            self.resize_crop = ResizeCrop(self.size) if self._canvas else find_resize_crop(processor, probes, prepared)
+        digest = hashlib.sha256(b"".join(pixels.contiguous().numpy().tobytes() for pixels in prepared))
+        # Without `exact`, JPEGs may be decoded on a GPU, to other pixels.
+        self.key = f"exact={exact} {digest.hexdigest()[:16]}"
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
-        """Prepare an RGB image: uint8 (3, H, W) where `takes_tensors`, else a `PIL.Image.Image`."""
+        """Prepare an RGB image: uint8 (3, H, W) if `takes_tensors`, else a `PIL.Image.Image`."""
+        height, width = F.get_size(image)
+        if self.is_long(height, width):
+            image = self._shorten(image, height, width)
         if self._canvas:
-            image = resize(image, [self._canvas, self._canvas], InterpolationMode.BICUBIC, antialias=True)
+            image = F.resize(image, [self._canvas, self._canvas], F.InterpolationMode.BICUBIC, antialias=True)
         return self._prepare(image)
+
+    def is_long(self, height: int, width: int) -> bool:
+        """Whether an image is so long that resizing all of it would take far more memory than the result."""
+        return max(height, width) > self._max_aspect * min(height, width)
 
     def with_processor(self, processor: BaseImageProcessor) -> Preparation:
         """Prepare as another processor does, for the same purpose."""
         return Preparation(processor, self._exact, self._whole)
 
     def convert(self, image: Image.Image) -> Image.Image | Tensor:
-        """Give an image in the form that this preparation takes."""
-        return pil_to_tensor(image) if self.takes_tensors else image
+        """Convert an image to the type that this preparation takes."""
+        return F.pil_to_tensor(image) if self.takes_tensors else image
 
-    def _find_framing(self, processor: BaseImageProcessor, probes: list[Image.Image]) -> Framing | None:
-        if self._canvas:
-            return Framing(self.size)
-        return find_framing(processor, probes, [self(self.convert(probe)) for probe in probes])
+    @property
+    def _max_aspect(self) -> int:
+        return _MAX_ASPECT * -(-max(self.size) // min(self.size))
+
+    def _shorten(self, image: Any, height: int, width: int) -> Any:
+        if self._crops:
+            return F.center_crop(image, [min(height, self._max_aspect * width), min(width, self._max_aspect * height)])
+        limit = _MAX_ASPECT // 2 * max(self.size)
+        return F.resize(image, [min(height, limit), min(width, limit)], F.InterpolationMode.BILINEAR, antialias=True)
 
     def _agrees(self, values: Tensor, pixels: Tensor) -> bool:
         return pixels.dtype == torch.uint8 and torch.allclose(pixels * self.scale + self.shift, values, atol=1e-4)
@@ -107,8 +130,8 @@ class Preparation:
     def _use_tensors(self, processor: BaseImageProcessor, probes: list[Image.Image]) -> bool:
         with_tensors, with_images = pixel_transform(processor, tensors=True), self._prepare
         try:
-            differences = [with_tensors(pil_to_tensor(p)).int() - with_images(p).int() for p in probes]
-        # Some steps know Pillow's images alone, and each says so in its own way.
+            differences = [with_tensors(F.pil_to_tensor(p)).int() - with_images(p).int() for p in probes]
+        # Some steps take Pillow's images only, and raise different errors for tensors.
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return False
         if max(int(difference.abs().max()) for difference in differences) > 2:
@@ -118,16 +141,25 @@ class Preparation:
 
 
 def _affine(transform: Transform) -> tuple[Tensor, Tensor]:
-    """Measure what a processor does to values by what it makes of black and of white."""
+    """Measure the scale and shift of a processor by its output for black and white."""
     black, white = (transform(Image.new("RGB", (64, 64), colour)) for colour in ("black", "white"))
-    # In the middle: some processors leave a border.
+    # In the centre: some processors pad the border.
     y, x = black.shape[1] // 2, black.shape[2] // 2
     black, white = black[:, y : y + 1, x : x + 1], white[:, y : y + 1, x : x + 1]
     return (white - black) / 255, black
 
 
+def _ignores_ends(transform: Transform) -> bool:
+    """Whether a processor crops: the ends of a long image are not in its output."""
+    black = Image.new("RGB", (256, 64))
+    ends = black.copy()
+    ends.paste((255, 255, 255), (0, 0, 32, 64))
+    ends.paste((255, 255, 255), (224, 0, 256, 64))
+    return torch.equal(transform(black), transform(ends))
+
+
 def _probe(width: int, height: int) -> Image.Image:
-    """Draw smooth waves of every level, another in each channel, under some noise."""
+    """Draw smooth waves of every level, different in each channel, with some noise."""
     y, x = np.mgrid[0:height, 0:width] / 30
     waves = np.stack([np.sin(x), np.cos(y), np.sin(x + y)], axis=-1) * 110 + 127
     noise = np.random.default_rng(0).normal(0, 10, waves.shape)

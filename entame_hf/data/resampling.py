@@ -1,9 +1,16 @@
-"""Cut boxes out of a batch of images and resize them, each image by a box of its own, on any device."""
+"""Crop and resize batches of images on any device, as an image processor does one by one."""
 
 from __future__ import annotations
 
+from itertools import product
+from typing import NamedTuple
+
 import torch
+from PIL import Image
 from torch import Tensor
+from torchvision import transforms as v1
+from torchvision.transforms.v2.functional import pil_to_tensor
+from transformers import BaseImageProcessor, TimmWrapperImageProcessor
 
 from .batches import to_device
 
@@ -13,20 +20,19 @@ def crop_and_resize(
 ) -> Tensor:
     """Resize one box of each image to a common size, antialiased.
 
-    Resampling is linear along each side, so that it is two products with a matrix of weights for each image: the
-    same weights as Pillow's, for boxes that need not lie on whole pixels.
+    Each side is a product with a matrix of weights. They are Pillow's, for boxes that need not lie on whole pixels.
 
     Args:
         images (`torch.Tensor`): (N, C, H, W), uint8 or floating.
         boxes (`torch.Tensor`): float32 (N, 4): top, left, height and width in pixels, on the images' device.
         size (`tuple[int, int]`): height and width of the result.
         filter (`str`, *optional*, defaults to `"bicubic"`): or `"bilinear"`.
-        sizes (`torch.Tensor`, *optional*): int64 (N, 2) on the device, the height and width of each image where the
-            rest of it is padding. By default nothing is.
+        sizes (`torch.Tensor`, *optional*): int64 (N, 2) on the images' device, height and width of each image without
+            its padding. By default there is no padding.
 
     Returns:
-        `torch.Tensor`: floating (N, C, *size): float16 on CUDA, where half a level of 255 is its largest rounding
-        error, else float32. Values are those of `images`, over which cubic weights may shoot a little.
+        `torch.Tensor`: floating (N, C, *size): float16 on CUDA (rounding errors up to half a level of 255), else
+        float32. Cubic weights may overshoot the range of `images` a little.
 
     Example:
 
@@ -63,3 +69,68 @@ def _cubic(x: Tensor) -> Tensor:
 
 
 FILTERS = {"bilinear": lambda x: (1 - x).clamp_min(0), "bicubic": _cubic}
+
+
+class ResizeCrop(NamedTuple):
+    """Describe a resize of the shorter edge and a centre crop, or a resize to a fixed size.
+
+    Attributes:
+        size (`tuple[int, int]`): height and width of the result.
+        edge (`int` or `None`): the shorter edge after the resize; `None` resizes the whole image to `size`.
+        filter (`str`): `"bilinear"` or `"bicubic"`.
+        rounds (`bool`): whether half a pixel off the centre is rounded (torchvision, timm) or dropped (transformers).
+    """
+
+    size: tuple[int, int]
+    edge: int | None = None
+    filter: str = "bicubic"
+    rounds: bool = False
+
+    def box(self, height: int, width: int) -> tuple[float, float, float, float]:
+        """Compute the part of an image that is kept, in its pixels: top, left, height and width."""
+        if self.edge is None:
+            return 0.0, 0.0, float(height), float(width)
+        short = min(height, width)
+        resized = [int(self.edge * side / short) for side in (height, width)]
+        steps = [side / after for side, after in zip((height, width), resized, strict=True)]
+        whole = round if self.rounds else int
+        top, left = (
+            whole((after - kept) / 2) * step for after, kept, step in zip(resized, self.size, steps, strict=True)
+        )
+        return top, left, self.size[0] * steps[0], self.size[1] * steps[1]
+
+
+def find_resize_crop(
+    processor: BaseImageProcessor, probes: list[Image.Image], prepared: list[Tensor]
+) -> ResizeCrop | None:
+    """Find the resize and crop that give what a processor gave.
+
+    Args:
+        processor ([`~transformers.BaseImageProcessor`]): the processor, whose settings name the candidates.
+        probes (`list[PIL.Image.Image]`): images.
+        prepared (`list[torch.Tensor]`): uint8 (3, H, W), what it made of each.
+
+    Returns:
+        [`ResizeCrop`] or `None`: `None` if none comes within half a level of 255 on average.
+    """
+    size = (prepared[0].shape[1], prepared[0].shape[2])
+    for edge, name in product(_edges(processor, min(size)), FILTERS):
+        candidate = ResizeCrop(size, edge, name, isinstance(processor, TimmWrapperImageProcessor))
+        if all(_difference(candidate, probe, pixels) < 0.5 for probe, pixels in zip(probes, prepared, strict=True)):
+            return candidate
+    return None
+
+
+def _edges(processor: BaseImageProcessor, size: int) -> list[int | None]:
+    if isinstance(processor, TimmWrapperImageProcessor):
+        steps = processor.val_transforms.transforms
+        return [None, *(step.size for step in steps if isinstance(step, v1.Resize) and isinstance(step.size, int))]
+    settings = processor.to_dict()
+    edge = (settings.get("size") or {}).get("shortest_edge", size)
+    return [None, edge, int(edge / (settings.get("crop_pct") or 1))]
+
+
+def _difference(candidate: ResizeCrop, probe: Image.Image, pixels: Tensor) -> float:
+    box = torch.tensor([candidate.box(probe.height, probe.width)])
+    given = crop_and_resize(pil_to_tensor(probe)[None], box, candidate.size, candidate.filter)[0]
+    return float((given.clamp(0, 255) - pixels).abs().mean())

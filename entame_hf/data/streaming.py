@@ -14,22 +14,26 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ..errors import InputError
+from ..errors import InputError, printable
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
 from .batches import BatchDataset
 from .columns import check_labels, count_classes, find_image_column, find_label_column
 from .images import UnreadableImageError
+from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
-from .records import RawBatch, Record, Recorder
+from .skipped import SkippedImage
 from .sources import Splits, check_limits, choose_splits, load_parts
-from .unreadable import MAX_UNREADABLE_SHARE, UnreadableDataError, too_many
+from .unreadable import MAX_UNREADABLE_FRACTION, UnreadableDataError, too_many
 from .workers import threads
 
 logger = logging.getLogger(__name__)
 
-# Before so many images were seen, a share of them says little.
+# Before so many images were read, a fraction of them says little.
 _ENOUGH = 2000
+
+# So many images of a class are lost before most of it counts as lost.
+_ENOUGH_OF_CLASS = 5
 
 
 class StreamingDataset(BatchDataset, IterableDataset):
@@ -86,18 +90,20 @@ class StreamingDataset(BatchDataset, IterableDataset):
         if not evaluation:
             self.dataset = self.dataset.shuffle(seed=seed, buffer_size=buffer_size)
         self.image_column, self.label_column = image_column, label_column
-        self.recorder = Recorder(preparation, augmentation, num_classes)
+        self.pipeline = ImagePipeline(preparation, augmentation, num_classes)
         self.name, self.evaluation = name, evaluation
         self.seen = 0
-        self.unreadable: list[str] = []
-        self._spare: tuple[Any, int] | None = None
+        self.unreadable: dict[str, str] = {}
+        # Images of each class that were read, and those of them that were unreadable.
+        self._classes = np.zeros((2, num_classes), np.int64)
+        self._spare: tuple[DecodedImage, int] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.dataset.set_epoch(self.epoch)
         for row, item in enumerate(self.dataset):
             yield {"row": row, "epoch": self.epoch, **item}
 
-    def read(self, indices: list[Any], epoch: int = 0, device: torch.device | None = None) -> RawBatch:
+    def read(self, indices: list[Any], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
         """Decode a batch of what iterating gives.
 
         Args:
@@ -106,70 +112,86 @@ class StreamingDataset(BatchDataset, IterableDataset):
             device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes what it can.
 
         Returns:
-            [`RawBatch`]: the images and labels, on the host.
+            [`HostBatch`]: the images and labels, on the host.
 
         Raises:
             InputError: If too many images can't be read, or none of the batch.
         """
         gpu = device if device is not None and device.type == "cuda" else None
-        made = self._decode([item[self.image_column] for item in indices], gpu)
-        for item, record in zip(indices, made, strict=True):
-            if isinstance(record, UnreadableImageError):
-                self._count(item, record)
+        labels = torch.tensor([item[self.label_column] for item in indices])
+        check_labels(labels, self.pipeline.num_classes, self.label_column)
+        self._classes[0] += np.bincount(labels, minlength=self.pipeline.num_classes)
         self.seen += len(indices)
-        readable = np.array([not isinstance(record, UnreadableImageError) for record in made])
+        decoded = self._decode([item[self.image_column] for item in indices], gpu)
+        for item, image in zip(indices, decoded, strict=True):
+            if isinstance(image, UnreadableImageError):
+                self._add_unreadable(item, image)
+        readable = np.array([isinstance(image, DecodedImage) for image in decoded])
         if readable.any():
+            # The next readable image of the batch stands in for an unreadable one.
             places = np.flatnonzero(readable)
-            chosen = places[np.searchsorted(places, np.arange(len(made))) % len(places)]
-            pairs = [(made[i], indices[i][self.label_column]) for i in chosen]
+            chosen = places[np.searchsorted(places, np.arange(len(decoded))) % len(places)]
+            pairs = [(decoded[i], int(labels[i])) for i in chosen]
             self._spare = pairs[-1]
         elif self._spare is not None:
-            pairs = [self._spare] * len(made)
+            pairs = [self._spare] * len(decoded)
         else:
             raise UnreadableDataError(f"No image of the first batch can be read: {self.summary()}. Repair them.")
         labels = torch.tensor([label for _, label in pairs])
-        check_labels(labels, self.recorder.num_classes, self.label_column)
         if self.evaluation:
             labels = labels.masked_fill(torch.from_numpy(~readable), IGNORED_LABEL)
-        records = torch.empty(len(made), self.recorder.length, dtype=torch.uint8, pin_memory=gpu is not None)
-        np.stack([record for record, _ in pairs], out=records.numpy())
-        return RawBatch(records, labels, np.array([item["row"] for item in indices]), indices[0]["epoch"])
+        pixels = torch.empty(len(decoded), self.pipeline.length, dtype=torch.uint8, pin_memory=gpu is not None)
+        np.stack([image.pixels for image, _ in pairs], out=pixels.numpy())
+        ratios = torch.tensor([image.ratio for image, _ in pairs])
+        return HostBatch(pixels, ratios, labels, np.array([item["row"] for item in indices]), indices[0]["epoch"])
 
-    def finish(self, batch: RawBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Augment and normalise a batch on a device: see [`Recorder.finish`]."""
-        return self.recorder.finish(batch, device)
+    def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Augment and normalise a batch on a device: see [`ImagePipeline.finish`]."""
+        return self.pipeline.finish(batch, device)
 
     def summary(self) -> str | None:
-        """Tell which images could not be read so far: one line, `None` where all could."""
+        """Name the unreadable images in one line; `None` if there are none so far."""
         if not self.unreadable:
             return None
-        names = ", ".join([*itertools.islice(self.unreadable, 5), *["..."] * (len(self.unreadable) > 5)])
-        return f"{len(self.unreadable):,} images could not be read and were skipped: {names}"
+        names = [printable(name) for name in itertools.islice(self.unreadable, 5)]
+        names += ["..."] * (len(self.unreadable) > 5)
+        return f"{len(self.unreadable):,} images could not be read and were skipped: {', '.join(names)}"
 
     def gather_unreadable(self) -> None:
-        """Add what other processes could not read; to be called in all of them."""
-        self.unreadable = list(dict.fromkeys(gather_object(self.unreadable)))
+        """Add what other processes could not read. To be called in all of them."""
+        self.unreadable = dict(gather_object(list(self.unreadable.items())))
 
-    def _decode(self, values: list[Any], gpu: torch.device | None) -> list[Record | UnreadableImageError]:
-        made: dict[int, Record | UnreadableImageError] = {}
+    def skipped(self) -> list[SkippedImage]:
+        """List the unreadable images with their reasons, after [`~StreamingDataset.gather_unreadable`] of all."""
+        return [SkippedImage(image, self.name, reason) for image, reason in self.unreadable.items()]
+
+    def _decode(self, values: list[Any], gpu: torch.device | None) -> list[DecodedImage | UnreadableImageError]:
+        decoded: dict[int, DecodedImage | UnreadableImageError] = {}
         if gpu is not None:
-            for group, records in self.recorder.records_on_gpu(values, gpu):
-                made.update(zip(group, records, strict=True))
-        left = [i for i in range(len(values)) if i not in made]
-        made.update(zip(left, threads().map(self.recorder.try_record, [values[i] for i in left]), strict=True))
-        return [made[i] for i in range(len(values))]
+            decoded.update(self.pipeline.decode_on_gpu(values, gpu))
+        left = [i for i in range(len(values)) if i not in decoded]
+        decoded.update(zip(left, threads().map(self.pipeline.decode, [values[i] for i in left]), strict=True))
+        return [decoded[i] for i in range(len(values))]
 
-    def _count(self, item: dict[str, Any], error: UnreadableImageError) -> None:
+    def _add_unreadable(self, item: dict[str, Any], error: UnreadableImageError) -> None:
         image = item[self.image_column] or {}
         # Shuffled rows are numbered anew in each pass.
         shuffled = "" if self.evaluation else f"pass {item['epoch'] + 1} of "
         name = image.get("path") or f"row {item['row']} of {shuffled}{self.name}"
         if name in self.unreadable:
             return
-        logger.warning("Skipping an image that cannot be read: %s (%s)", name, error)
-        self.unreadable.append(name)
+        logger.warning("Skipping an image that cannot be read: %s (%s)", printable(name), printable(error))
+        self.unreadable[name] = str(error)
         if too_many(len(self.unreadable), max(self.seen, _ENOUGH)):
-            raise UnreadableDataError(f"{self.summary()}. At most {MAX_UNREADABLE_SHARE:.0%} may be: repair them.")
+            raise UnreadableDataError(f"{self.summary()}. At most {MAX_UNREADABLE_FRACTION:.0%} may be: repair them.")
+        label = item[self.label_column]
+        self._classes[1, label] += 1
+        seen, lost = self._classes[:, label].tolist()
+        if lost > max(_ENOUGH_OF_CLASS, seen / 2):
+            raise UnreadableDataError(
+                f"{lost:,} of the first {seen:,} images of class {label} cannot be read, such as {name} ({error}). At "
+                "most half may be: repair them, or remove the class."
+            )
 
 
 def load_streams(

@@ -1,38 +1,39 @@
-"""Keep count of images that can't be read, and find others to stand in for them."""
+"""Count images that cannot be read, name them with the reason, and find images to stand in for them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 
-from ..errors import InputError
+from ..errors import InputError, printable
 from .augmentation import Rows
+from .skipped import SkippedImage
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREADABLE_SHARE = 0.01
+MAX_UNREADABLE_FRACTION = 0.01
 
-# A few are named and skipped in the smallest dataset.
+# So many are skipped in the smallest dataset.
 _FEW = 5
 
-LIMIT = f"{MAX_UNREADABLE_SHARE:.0%}, or {_FEW} of a small dataset,"
+LIMIT = f"{MAX_UNREADABLE_FRACTION:.0%}, or {_FEW} of a small dataset,"
 
 _NAMED = 5
 
 
 def too_many(unreadable: int, of: int) -> bool:
-    """Tell whether so many images can't be read that the dataset must be looked at."""
-    return unreadable > max(_FEW, MAX_UNREADABLE_SHARE * of)
+    """Tell whether more than 1 % of the images, and more than 5, are unreadable."""
+    return unreadable > max(_FEW, MAX_UNREADABLE_FRACTION * of)
 
 
 class UnreadableDataError(InputError):
-    """Say that too many images can't be read.
+    """Report that too many images cannot be read.
 
-    A DataLoader raises a worker's error anew with the worker's traceback for a message; the line for the user
-    is the last of it.
+    A DataLoader raises a worker's error again with the traceback in its message; only the last line is kept.
     """
 
     def __init__(self, message: str):
@@ -40,37 +41,56 @@ class UnreadableDataError(InputError):
 
 
 class UnreadableRows:
-    """Flag the rows of a dataset whose images can't be read, in memory that all processes share.
+    """Flag the unreadable rows of a dataset, in memory that all processes of the machine share.
 
     Args:
-        count (`int`): how many rows the dataset has.
-        describe (`Callable`): from a row to what messages call it.
+        labels (`torch.Tensor`): int64 (N,), the class of each row.
+        class_names (sequence of `str`): by class.
+        describe (`Callable`): returns the name of a row for messages.
+        reason (`Callable`): returns the reason why a row is unreadable, if another process found it.
     """
 
-    def __init__(self, count: int, describe: Callable[[int], str]):
-        self.flags = torch.zeros(count, dtype=torch.bool).share_memory_()
-        self._describe = describe
+    def __init__(
+        self,
+        labels: Tensor,
+        class_names: Sequence[str],
+        describe: Callable[[int], str],
+        reason: Callable[[int], str],
+    ):
+        self.flags = torch.zeros(len(labels), dtype=torch.bool).share_memory_()
+        self._labels, self._class_names, self._describe, self._reason = labels, class_names, describe, reason
+        self._reasons: dict[int, str] = {}
 
     def add(self, row: int, error: Exception) -> None:
         """Flag a row, and name it in a warning the first time.
 
         Raises:
-            InputError: Once they are more than 1 % of all, and more than 5.
+            InputError: If more than 1 % of all images, and more than 5, or most images of a class are unreadable.
         """
         if self.flags[row]:
             return
         self.flags[row] = True
-        logger.warning("Skipping an image that cannot be read: %s (%s)", self._describe(row), error)
+        self._reasons[row] = str(error)
+        logger.warning("Skipping an image that cannot be read: %s (%s)", *map(printable, (self._describe(row), error)))
         if too_many(int(self.flags.sum()), len(self.flags)):
             raise UnreadableDataError(f"{self.summary()}. At most {LIMIT} may be: repair or remove them.") from error
+        own = self._labels == self._labels[row]
+        unreadable, count = int(self.flags[own].sum()), int(own.sum())
+        if 2 * unreadable > count:
+            name = self._class_names[int(self._labels[row])]
+            raise UnreadableDataError(
+                f"{unreadable:,} of {count:,} images of class {name!r} cannot be read, such as {self._describe(row)} "
+                f"({error}). At most half may be: repair them, or remove the class."
+            ) from error
 
     def gather(self) -> None:
-        """Add what other processes could not read; to be called in all of them."""
-        rows = gather_object(self.flags.nonzero().flatten().tolist())
-        self.flags[torch.tensor(rows, dtype=torch.long)] = True
+        """Add what other processes could not read. To be called in all of them."""
+        for row, reason in gather_object(list(self._found())):
+            self.flags[row] = True
+            self._reasons[row] = reason
 
     def replace(self, rows: Rows) -> Rows:
-        """Give the rows, flagged ones replaced by the next that aren't.
+        """Return the rows, each flagged one replaced by the next that is not.
 
         Raises:
             InputError: If all are flagged.
@@ -86,9 +106,17 @@ class UnreadableRows:
         return rows
 
     def summary(self) -> str | None:
-        """Tell in one line which rows are flagged; `None` where none is."""
+        """Name the flagged rows in one line; `None` if there are none."""
         rows = self.flags.nonzero().flatten().tolist()
         if not rows:
             return None
-        names = [self._describe(row) for row in rows[:_NAMED]] + ["..."] * (len(rows) > _NAMED)
+        names = [printable(self._describe(row)) for row in rows[:_NAMED]] + ["..."] * (len(rows) > _NAMED)
         return f"{len(rows):,} of {len(self.flags):,} images could not be read and were skipped: {', '.join(names)}"
+
+    def skipped(self, split: str) -> list[SkippedImage]:
+        """List the flagged rows with their reasons."""
+        return [SkippedImage(self._describe(row), split, reason) for row, reason in self._found()]
+
+    def _found(self) -> list[tuple[int, str]]:
+        rows = self.flags.nonzero().flatten().tolist()
+        return [(row, self._reasons.get(row) or self._reason(row)) for row in rows]

@@ -61,9 +61,9 @@ def run_cell(cell: Cell) -> Line:
         per_device_eval_batch_size=500,
     )
     # The images are read once for all runs; which are flipped depends on the seed.
-    train.recorder.augmentation.seed = cell.seed  # type: ignore[union-attr]
+    train.pipeline.augmentation.seed = cell.seed  # type: ignore[union-attr]
     set_seed(cell.seed)
-    model = load_model(settings["model_source"], train.recorder.num_classes)
+    model = load_model(settings["model_source"], train.pipeline.num_classes)
     if args.zero_head:
         for head in find_heads(model):
             for parameter in head.module.parameters():
@@ -89,7 +89,7 @@ def run_cell(cell: Cell) -> Line:
         "method": cell.method,
         "seed": cell.seed,
         "settings": settings,
-        "classes": train.recorder.num_classes,
+        "classes": train.pipeline.num_classes,
         "train_size": len(train),
         "test_size": len(evaluation),
         "steps_per_epoch": round(trainer.state.max_steps / args.num_train_epochs),

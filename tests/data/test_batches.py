@@ -1,11 +1,13 @@
 """A training gets the same batches whoever decodes them, in every run, and again where it resumes."""
 
+import os
 import subprocess
 import sys
 import time
 from io import BytesIO
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from transformers import ViTImageProcessor
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.data import Augmentation, ClassificationDataset, Preparation, load_image_folder, set_image_size
 from entame_hf.data.batches import batch_loader
-from entame_hf.data.cache import RecordCache
+from entame_hf.data.cache import ImageCache
 
 PROCESSOR = set_image_size(ViTImageProcessor(), 32)
 CPU = torch.device("cpu")
@@ -128,15 +130,37 @@ def test_items_are_what_batches_hold(folder):
         assert data[i]["labels"] == whole["labels"][i]
 
 
-def test_a_file_that_changed_is_decoded_again(folder, tmp_path):
+@pytest.mark.parametrize("way", ["overwritten", "replaced", "of_another_size"])
+def test_a_file_that_changed_is_decoded_again(folder, tmp_path, way):
     target = tmp_path / "copy"
+    size = 20_000 + max(path.stat().st_size for path in folder.rglob("*.*"))
+    old, new = ((folder / name).read_bytes().ljust(size, b"\0") for name in ("1/1.jpg", "3/33.jpg"))
     for name in ("0", "1"):
         (target / name).mkdir(parents=True)
-        (target / name / "a.png").write_bytes((folder / "0" / "0.png").read_bytes())
-    before = images(target, "none")[0]["pixel_values"]
-    (target / "0" / "a.png").write_bytes((folder / "3" / "33.jpg").read_bytes())
-    after = images(target, "none")[0]["pixel_values"]
-    assert not torch.equal(before, after)
+        (target / name / "a.jpg").write_bytes(old)
+    path = target / "0" / "a.jpg"
+    before, status = images(target, "none")[0]["pixel_values"], path.stat()
+    if way == "replaced":
+        (tmp_path / "new.jpg").write_bytes(new)
+        (tmp_path / "new.jpg").replace(path)
+    else:
+        path.write_bytes(new if way == "overwritten" else new[:-10])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert not torch.equal(before, images(target, "none")[0]["pixel_values"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_cache_is_decoded_again(folder, workers):
+    expected = batches(images(folder, cache_gb=0))
+    batches(images(folder))
+    [path] = (datasets.config.HF_DATASETS_CACHE / "entame_hf").glob("*.images")
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"damage" * 5000)
+    data = images(folder)
+    assert data.start_reading(list(range(60)), 0, CPU) is not None
+    assert equal(batches(data, num_workers=workers), expected)
+    assert equal(batches(data, num_workers=workers), expected)
 
 
 def test_unreadable_files_are_found_by_workers(folder, tmp_path):
@@ -158,7 +182,7 @@ def test_unreadable_files_are_found_by_workers(folder, tmp_path):
 
 def test_a_cache_that_does_not_show_what_it_keeps_is_left(folder, monkeypatch):
     expected = batches(images(folder, cache_gb=0))
-    monkeypatch.setattr(RecordCache, "put", lambda *_: True)
+    monkeypatch.setattr(ImageCache, "write", lambda *_: True)
     assert equal(batches(images(folder), num_workers=1), expected)
     assert equal(batches(images(folder)), expected)
 

@@ -1,5 +1,6 @@
-"""Records come back as they were put, to every process, within a bound, and never half."""
+"""Images come back as they were written, to every process, within a bound, and never damaged."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from entame_hf.data import cache as module
-from entame_hf.data.cache import RecordCache, cache_folder, open_cache
+from entame_hf.data.cache import ImageCache, cache_folder, open_cache
+from entame_hf.data.pipeline import DecodedImage
 
 LENGTH = 4096
 
@@ -18,84 +20,137 @@ def _folder(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
 
 
-def record(row: int) -> np.ndarray:
-    return np.random.default_rng(row).integers(1, 256, LENGTH, dtype=np.uint8)
+def image(row: int) -> DecodedImage:
+    pixels = np.random.default_rng(row).integers(0, 256, LENGTH, dtype=np.uint8)
+    return DecodedImage(pixels, 1.5 + row, row + 1)
 
 
-def taken(cache: RecordCache, rows: list[int]) -> tuple[np.ndarray, list[int]]:
+def filled(key: str = "a", rows: int = 10, limit: int = 10**9) -> ImageCache:
+    cache = ImageCache(key, rows, LENGTH, limit)
+    assert all(cache.write(row, image(row)) for row in range(cache.kept))
+    return cache
+
+
+def read(cache: ImageCache, rows: list[int]) -> tuple[np.ndarray, list[bool]]:
     out = np.zeros((len(rows), LENGTH), np.uint8)
-    return out, cache.take(np.array(rows), out).tolist()
+    return out, cache.read(np.array(rows), out).tolist()
 
 
-def test_what_was_put_is_taken():
-    cache = RecordCache("a", 10, LENGTH, 10**9)
-    assert taken(cache, [3, 4])[1] == [0, 1]
-    assert all(cache.put(row, record(row)) for row in (3, 7))
-    out, missing = taken(cache, [7, 5, 3, 7])
-    assert missing == [1]
+def flip(key: str, offset: int) -> None:
+    """Change a byte of a cache's file."""
+    with open(cache_folder() / f"{key}.images", "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_what_was_written_is_read():
+    cache = ImageCache("a", 10, LENGTH, 10**9)
+    assert read(cache, [3, 4])[1] == [False, False]
+    assert all(cache.write(row, image(row)) for row in (3, 7))
+    out, here = read(cache, [7, 5, 3, 7])
+    assert here == [True, False, True, True]
     for position, row in ((0, 7), (2, 3), (3, 7)):
-        assert np.array_equal(out[position], record(row))
-    assert cache.share() == 0.2
+        assert np.array_equal(out[position], image(row).pixels)
+    assert cache.fraction() == 0.2
+    assert cache.index[["content", "ratio"]][[3, 4]].tolist() == [(4, 4.5), (0, 0.0)]
 
 
 def test_threads_copy_parts_of_a_batch(monkeypatch):
-    monkeypatch.setattr(module, "_PART", 3 * LENGTH)
-    cache = RecordCache("a", 10, LENGTH, 10**9)
-    assert all(cache.put(row, record(row)) for row in range(10))
+    monkeypatch.setattr(module, "_COPY_BYTES", 3 * LENGTH)
     rows = [9, 2, 2, 0, 7, 5, 4, 1]
-    out, missing = taken(cache, rows)
-    assert not missing
-    assert all(np.array_equal(out[position], record(row)) for position, row in enumerate(rows))
+    out, here = read(filled(), rows)
+    assert all(here)
+    assert all(np.array_equal(out[position], image(row).pixels) for position, row in enumerate(rows))
 
 
 def test_other_processes_share_it():
-    cache = RecordCache("a", 10, LENGTH, 10**9)
+    cache = ImageCache("a", 10, LENGTH, 10**9)
     code = (
         "import sys, datasets, numpy as np; datasets.config.HF_DATASETS_CACHE = sys.argv[1];"
-        "from entame_hf.data.cache import RecordCache;"
-        f"RecordCache('a', 10, {LENGTH}, 10**9).put(2, np.full({LENGTH}, 9, np.uint8))"
+        "from entame_hf.data.cache import ImageCache; from entame_hf.data.pipeline import DecodedImage;"
+        f"image = DecodedImage(np.full({LENGTH}, 9, np.uint8), 1.0, 5);"
+        f"ImageCache('a', 10, {LENGTH}, 10**9).write(2, image)"
     )
     subprocess.run([sys.executable, "-c", code, str(cache_folder().parent)], check=True)
-    out, missing = taken(cache, [2])
-    assert not missing
+    out, here = read(cache, [2])
+    assert here == [True]
     assert (out == 9).all()
-    assert taken(RecordCache("a", 10, LENGTH, 10**9), [2])[1] == []
+    assert read(ImageCache("a", 10, LENGTH, 10**9), [2])[1] == [True]
 
 
-def test_a_record_cut_off_is_none():
-    cache = RecordCache("a", 10, LENGTH, 10**9)
-    with open(cache_folder() / "a.records", "r+b") as file:
-        file.seek(5 * LENGTH)
-        file.write(record(5)[:-4].tobytes())
-    assert taken(cache, [5])[1] == [0]
+@pytest.mark.parametrize("rows", [[5], [4, 5, 6]], ids=["alone", "in_a_batch"])
+@pytest.mark.parametrize("offset", [4096 + 5 * LENGTH + 100, 4096 + 6 * LENGTH - 1, 5 * 24 + 8, 5 * 24 + 18])
+def test_changed_bytes_are_noticed(rows, offset):
+    # In the middle and at the end of the pixels, in the hash of the file and in the ratio.
+    filled()
+    flip("a", offset)
+    cache = ImageCache("a", 10, LENGTH, 10**9)
+    assert read(cache, rows)[1] == [row != 5 for row in rows]
+    assert not cache.has(np.array([5]))[0]
+    assert cache.write(5, image(5))
+    assert np.array_equal(read(cache, [5])[0][0], image(5).pixels)
 
 
-def test_the_bound_holds(caplog):
-    cache = RecordCache("a", 10, LENGTH, 4 * LENGTH + 100)
+def test_an_image_that_was_not_written_to_its_end_is_not_cached():
+    cache = filled()
+    with open(cache_folder() / "a.images", "r+b") as file:
+        file.seek(4096 + 5 * LENGTH + 1000)
+        file.write(bytes(LENGTH - 1000))
+    assert read(cache, [5, 6])[1] == [False, True]
+
+
+def test_the_bound_holds():
+    cache = ImageCache("a", 10, LENGTH, 5 * LENGTH + 100)
     assert cache.kept == 4
-    assert not cache.put(4, record(4))
-    assert cache.put(3, record(3))
-    assert taken(cache, [3, 4])[1] == [1]
-    assert (cache_folder() / "a.records").stat().st_size <= 4 * LENGTH
-    # What is in use isn't removed for another, and takes its room.
-    other = RecordCache("b", 10, LENGTH, 6 * LENGTH)
+    assert not cache.write(4, image(4))
+    assert cache.write(3, image(3))
+    assert read(cache, [3, 4])[1] == [True, False]
+    assert (cache_folder() / "a.images").stat().st_size <= 5 * LENGTH
+    # A cache in use is not removed for another, and takes its room.
+    other = ImageCache("b", 10, LENGTH, 8 * LENGTH)
     assert other.kept == 2
     del cache, other
-    assert RecordCache("c", 6, LENGTH, 6 * LENGTH).kept == 6
-    assert [path.name for path in sorted(cache_folder().glob("*.records"))] == ["c.records"]
+    (cache_folder() / "of-an-older-version.records").write_bytes(bytes(LENGTH))
+    assert ImageCache("c", 6, LENGTH, 7 * LENGTH).kept == 6
+    assert {path.name for path in cache_folder().iterdir()} == {"c.images", "lock"}
 
 
-def test_a_full_disk_stops_keeping_and_nothing_else(monkeypatch):
-    cache = RecordCache("a", 10, LENGTH, 10**9)
-    assert cache.put(1, record(1))
+def test_a_higher_limit_makes_room_for_more():
+    filled(limit=3 * LENGTH)
+    cache = ImageCache("a", 10, LENGTH, 10**9)
+    assert cache.kept == 10
+    assert read(cache, [0, 1, 2])[1] == [True, True, False]
+    assert cache.write(9, image(9))
 
+
+def test_disk_space_is_reserved_before_it_is_promised():
+    cache = ImageCache("a", 1000, LENGTH, 10**9)
+    assert os.stat(cache_folder() / "a.images").st_blocks * 512 >= cache.kept * LENGTH == 1000 * LENGTH
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_without_disk_space_nothing_is_cached(monkeypatch, number):
     def full(*_):
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "pwrite", full)
-    assert not cache.put(2, record(2))
-    monkeypatch.undo()
-    assert not cache.put(3, record(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert open_cache(["a"], 10, LENGTH, 10**9) is None
+    cache = ImageCache("a", 10, LENGTH, 10**9)
+    assert cache.write(1, image(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        assert not cache.write(2, image(2))
+    assert not cache.write(3, image(3))
+    assert read(cache, [1, 2])[1] == [True, False]
+
+
+def test_half_of_the_free_disk_space_is_left(monkeypatch):
+    usage = module.shutil.disk_usage(cache_folder().parent)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=10 * LENGTH))
+    assert ImageCache("a", 10, LENGTH, 10**9).kept == 4
 
 
 def test_where_there_can_be_none_there_is_none(monkeypatch, tmp_path):
@@ -103,10 +158,3 @@ def test_where_there_can_be_none_there_is_none(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file")
     assert open_cache(["a"], 10, LENGTH, 10**9) is None
-
-
-def test_another_boot_has_another_cache(monkeypatch):
-    open_cache(["a"], 10, LENGTH, 10**9).put(1, record(1))
-    assert taken(open_cache(["a"], 10, LENGTH, 10**9), [1])[1] == []
-    monkeypatch.setattr(module, "this_boot", lambda: "another")
-    assert taken(open_cache(["a"], 10, LENGTH, 10**9), [1])[1] == [0]

@@ -14,8 +14,15 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessor
 
-import entame_hf.data.records as records_module
-from entame_hf.data import ClassificationDataset, Preparation, channel_statistics, set_image_size, set_normalization
+import entame_hf.data.pipeline as pipeline_module
+from entame_hf.data import (
+    ClassificationDataset,
+    Preparation,
+    channel_statistics,
+    find_duplicates,
+    set_image_size,
+    set_normalization,
+)
 from entame_hf.errors import InputError
 
 PLAIN = set_normalization(set_image_size(ViTImageProcessor(), 4), [0.0] * 3, [1.0] * 3)
@@ -35,10 +42,14 @@ def png(seed: int) -> bytes:
     return buffer.getvalue()
 
 
-def dataset(size: int = 300, broken=(), paths=None, **kwargs) -> ClassificationDataset:
-    images = [{"bytes": b"<html>" if i in broken else png(i), "path": (paths or {}).get(i)} for i in range(size)]
+def dataset(
+    size: int = 300, broken=(), paths=None, label=lambda i: i % 2, first: int = 0, **kwargs
+) -> ClassificationDataset:
+    images = [
+        {"bytes": b"<html>" if i in broken else png(first + i), "path": (paths or {}).get(i)} for i in range(size)
+    ]
     features = Features({"image": ImageFeature(decode=False), "label": ClassLabel(names=["a", "b"])})
-    rows = Dataset.from_dict({"image": images, "label": [i % 2 for i in range(size)]}, features=features)
+    rows = Dataset.from_dict({"image": images, "label": [label(i) for i in range(size)]}, features=features)
     return ClassificationDataset(rows, "image", "label", Preparation(PLAIN), **kwargs)
 
 
@@ -65,7 +76,7 @@ def test_rows_in_memory_are_taken_as_datasets_makes_them():
     with pytest.raises(InputError, match="num_classes=10"):
         ClassificationDataset(rows, "image", "label", Preparation(PLAIN))
     data = ClassificationDataset(rows, "image", "label", Preparation(PLAIN), num_classes=3)
-    assert data.recorder.num_classes == 3
+    assert data.pipeline.num_classes == 3
     with pytest.raises(InputError, match="the label 2, but 2 classes are numbered 0 to 1"):
         ClassificationDataset(rows, "image", "label", Preparation(PLAIN), num_classes=2)
     torch.testing.assert_close(data[2]["pixel_values"], dataset(6)[2]["pixel_values"])
@@ -111,8 +122,8 @@ def test_workers_report_to_the_main_process(context, workers):
 
 def test_each_unreadable_image_is_decoded_and_named_once(caplog, monkeypatch):
     decoded = []
-    original = records_module.decode_image
-    monkeypatch.setattr(records_module, "decode_image", lambda value: decoded.append(value) or original(value))
+    original = pipeline_module.decode_image
+    monkeypatch.setattr(pipeline_module, "decode_image", lambda value: decoded.append(value) or original(value))
     data = dataset(200, broken={7, 9}, paths={9: "pets/b.jpg"}, name="validation")
     for _ in range(3):
         data[7], data[9]
@@ -128,10 +139,13 @@ def test_files_are_named_by_their_path(tmp_path: Path):
     (tmp_path / "cut.png").write_bytes(png(0)[:-40])
     features = Features({"image": ImageFeature(decode=False), "label": ClassLabel(names=["a"])})
     paths = [str(tmp_path / "cut.png"), str(tmp_path / "gone.png")]
-    rows = Dataset.from_dict({"image": paths, "label": [0, 0]}, features=features)
+    rows = Dataset.from_dict({"image": [*paths, *paths], "label": [0] * 4}, features=features)
     data = ClassificationDataset(rows, "image", "label", Preparation(PLAIN))
-    with pytest.raises(InputError, match=f"2 of 2 images .*{tmp_path}/cut.png, {tmp_path}/gone.png"):
+    with pytest.raises(
+        InputError, match=rf"3 of 4 images of class 'a' .* {tmp_path}/cut.png \(OSError: image file is"
+    ):
         data[0]
+    assert data.summary() == f"3 of 4 images could not be read and were skipped: {', '.join(paths)}, {paths[0]}"
 
 
 @pytest.mark.parametrize(("count", "allowed"), [(200, 5), (700, 7)])
@@ -143,6 +157,79 @@ def test_a_few_or_one_percent_may_be_unreadable(count, allowed):
         InputError, match=rf"{allowed + 1} of {count} images .* row 0 of train, row 1 of train, .* At most 1%, or 5"
     ):
         data[allowed + 1]
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize(
+    ("broken", "kept"), [({1, 3, 5}, False), ({1, 3}, True), ({0, 2, 4}, True)], ids=["most", "half", "of_a_large_one"]
+)
+def test_a_class_that_loses_most_of_its_images_stops_the_run(broken, kept, evaluation):
+    # Four images of class b, and 396 of class a.
+    data = dataset(400, broken, label=lambda i: int(i in (1, 3, 5, 7)), evaluation=evaluation)
+    if kept:
+        assert len([data[i] for i in sorted(broken)]) == len(broken)
+        return
+    with pytest.raises(InputError, match=r"^3 of 4 images of class 'b' cannot be read, such as row 5 .*repair them"):
+        [data[i] for i in sorted(broken)]
+
+
+def test_the_only_image_of_a_class_is_most_of_it():
+    with pytest.raises(
+        InputError, match=r"^1 of 1 images of class 'b' cannot be read, such as row 9 of train \(not an"
+    ):
+        dataset(300, {9}, label=lambda i: int(i == 9))[9]
+
+
+def test_skipped_images_have_a_reason():
+    data = dataset(300, {5, 250}, paths={250: "pets/b.jpg"})
+    # A worker of a DataLoader found one, the reason of which the main process doesn't know.
+    assert sum(1 for _ in DataLoader(torch.utils.data.Subset(data, range(10)), 10, num_workers=1)) == 1
+    data[250]
+    reason = "not an image, or of an unknown format"
+    assert data.skipped() == [("row 5 of train", "train", reason), ("pets/b.jpg", "train", reason)]
+
+
+def test_skipped_images_of_all_processes_are_gathered(monkeypatch):
+    data = dataset(300, {5})
+    data[5]
+    found = [(5, "not an image"), (7, "out of memory")]
+    monkeypatch.setattr("entame_hf.data.unreadable.gather_object", lambda own: [*own, *found])
+    data.gather_unreadable()
+    assert [(image, reason) for image, _, reason in data.skipped()] == [
+        ("row 5 of train", "not an image"),
+        ("row 7 of train", "out of memory"),
+    ]
+
+
+def test_an_image_that_a_processor_fails_on_is_skipped():
+    class Odd(ViTImageProcessor):
+        def preprocess(self, images, **kwargs):
+            if isinstance(images, Image.Image) and images.size == (5, 4):
+                raise ValueError("mean must have 5 elements")
+            return super().preprocess(images, **kwargs)
+
+    buffer = BytesIO()
+    Image.new("RGB", (5, 4)).save(buffer, "PNG")
+    images = [{"bytes": buffer.getvalue() if i == 3 else png(i), "path": None} for i in range(8)]
+    features = Features({"image": ImageFeature(decode=False), "label": ClassLabel(names=["a"])})
+    rows = Dataset.from_dict({"image": images, "label": [0] * 8}, features=features)
+    data = ClassificationDataset(rows, "image", "label", Preparation(Odd.from_dict(PLAIN.to_dict())))
+    assert len(list(data)) == 8
+    assert data.skipped() == [("row 3 of train", "train", "ValueError: mean must have 5 elements")]
+
+
+def test_duplicates_of_another_split_are_counted():
+    train, validation = dataset(20), dataset(6, first=17, name="validation", evaluation=True)
+    assert find_duplicates(validation, train) == (0, 0, [])
+    for data in (train, validation):
+        assert len(list(data)) == len(data)
+    # Images 17, 18 and 19 are in both; their place decides the label.
+    examples = [(f"row {i} of validation", f"row {17 + i} of train") for i in range(3)]
+    assert find_duplicates(validation, train) == (3, 3, examples)
+    again = dataset(20)
+    assert find_duplicates(validation, again).images == 3
+    assert find_duplicates(again, again).images == 20
+    assert find_duplicates(dataset(20, cache_gb=0), train).images == 0
 
 
 def test_many_unreadable_images_are_not_all_listed():

@@ -40,18 +40,18 @@ def test_the_faster_way_differs_by_less_than_one_level(processor, image):
 
 
 @each_processor
-def test_a_framing_cuts_and_resizes_as_the_processor(processor, image):
+def test_resize_crop_gives_what_the_processor_gives(processor, image):
     preparation = Preparation(processor, exact=False)
-    framing = preparation.framing
-    if framing is None:
+    resize_crop = preparation.resize_crop
+    if resize_crop is None:
         assert type(processor).__name__ in ("DeiTImageProcessor", "MobileViTImageProcessor", "PPLCNetImageProcessor")
         return
     for each in (image, image.rotate(90, expand=True), image.resize((64, 63))):
         pixels = pil_to_tensor(each)
         padded = torch.full((1, 3, 320, 330), 255, dtype=torch.uint8)
         padded[0, :, : each.height, : each.width] = pixels
-        box, size = torch.tensor([framing.box(*pixels.shape[1:])]), torch.tensor([pixels.shape[1:]])
-        given = crop_and_resize(padded, box, framing.size, framing.filter, size)[0].round().clamp(0, 255)
+        box, size = torch.tensor([resize_crop.box(*pixels.shape[1:])]), torch.tensor([pixels.shape[1:]])
+        given = crop_and_resize(padded, box, resize_crop.size, resize_crop.filter, size)[0].round().clamp(0, 255)
         assert (given - preparation(pixels)).abs().mean() < 0.5
 
 
@@ -91,5 +91,5 @@ def test_what_cannot_be_split_is_done_whole(image):
         preparation(image) * preparation.scale + preparation.shift,
         processor(image, return_tensors="pt")["pixel_values"][0],
     )
-    with pytest.raises(ValueError, match="another augmentation"):
+    with pytest.raises(ValueError, match="augmentation=flip"):
         Preparation(processor, whole=True)

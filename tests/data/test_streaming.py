@@ -95,7 +95,7 @@ def test_labels_without_names_need_their_number():
     table = rows(label=Value("int64"))
     with pytest.raises(InputError, match="num_classes=10"):
         stream(table)
-    assert stream(table, num_classes=10).recorder.num_classes == 10
+    assert stream(table, num_classes=10).pipeline.num_classes == 10
 
 
 def test_a_stream_need_not_know_its_columns():
