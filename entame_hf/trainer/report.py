@@ -196,9 +196,9 @@ def _image_size(processor: Any) -> str | None:
 
 
 def _augmentation(dataset: Any) -> str | None:
-    if not isinstance(dataset, ClassificationDataset | StreamingDataset) or not dataset.recorder.augmentation:
+    if not isinstance(dataset, ClassificationDataset | StreamingDataset) or not dataset.pipeline.augmentation:
         return None
-    augmentation = dataset.recorder.augmentation
+    augmentation = dataset.pipeline.augmentation
     mixes = {"mixup α": augmentation.mixup_alpha, "cutmix α": augmentation.cutmix_alpha}
     return ", ".join([augmentation.name, *(f"{name} {alpha:g}" for name, alpha in mixes.items() if alpha)])
 

@@ -174,9 +174,7 @@ def test_a_class_that_loses_most_of_its_images_stops_the_run(broken, kept, evalu
 
 
 def test_the_only_image_of_a_class_is_most_of_it():
-    with pytest.raises(
-        InputError, match=r"^1 of 1 images of class 'b' cannot be read, such as row 9 of train \(not an"
-    ):
+    with pytest.raises(InputError, match=r"^1 of 1 images of class 'b' cannot be read, such as row 9 of train"):
         dataset(300, {9}, label=lambda i: int(i == 9))[9]
 
 
