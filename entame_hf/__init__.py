@@ -5,7 +5,7 @@ from .energy import ErrorEnergy, HeadReport, error_energy, inspect_head
 from .errors import InputError, RunError
 from .heads import Head, find_heads
 from .layers import ZNormConv2d, ZNormLinear, z_norm
-from .patch import apply_entame, fold_entame
+from .patch import HeadFit, apply_entame, fit_head, fold_entame
 from .trainer import EntameTrainer, head_learning_rate
 from .training_args import EntameTrainingArguments
 
@@ -15,6 +15,7 @@ __all__ = [
     "EntameTrainingArguments",
     "ErrorEnergy",
     "Head",
+    "HeadFit",
     "HeadReport",
     "InputError",
     "RunError",
@@ -23,6 +24,7 @@ __all__ = [
     "apply_entame",
     "error_energy",
     "find_heads",
+    "fit_head",
     "fold_entame",
     "head_learning_rate",
     "inspect_head",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-Init = Literal["mei", "he_fan_out", "keep"]
+Init = Literal["mei", "he_fan_out", "ridge", "keep"]
 
-Method = Literal["base", "base_wu", "mei", "fn", "entame", "keep"]
+Method = Literal["base", "base_wu", "mei", "fn", "entame", "informed", "keep"]
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,11 @@ class EntameConfig:
     """Say how the heads of a pretrained classifier start and what they are fed.
 
     Args:
-        init (`"mei"`, `"he_fan_out"` or `"keep"`, *optional*, defaults to `"mei"`):
+        init (`"mei"`, `"he_fan_out"`, `"ridge"` or `"keep"`, *optional*, defaults to `"mei"`):
             The distribution the weights are drawn from; biases are set to zero. `"mei"` is the maximum-entropy
             initialisation N(0, φ_w), `"he_fan_out"` is N(0, 2/C), the paper's baseline, and `"keep"` leaves the
-            head as it is.
+            head as it is. `"ridge"` draws as `"mei"` does, until [`EntameTrainer`] or [`fit_head`] fits the head to
+            the training images' features.
         feature_norm (`bool`, *optional*, defaults to `True`):
             Whether the head's input is z-normalised across the batch.
         phi_w (`float`, *optional*, defaults to 1e-12):
@@ -87,8 +88,9 @@ class EntameConfig:
         Args:
             method (`str`):
                 `"base"` (He fan-out head), `"base_wu"` (the same head; the warm-up step is the trainer's),
-                `"mei"`, `"fn"` (He fan-out head over normalised features), `"entame"` (MEI and FN) or `"keep"`
-                (the head as transformers or timm initialised it).
+                `"mei"`, `"fn"` (He fan-out head over normalised features), `"entame"` (MEI and FN), `"informed"`
+                (a small ridge head over normalised features) or `"keep"` (the head as transformers or timm
+                initialised it).
             changes (*optional*):
                 Other fields of the configuration, for example `phi_w=1e-10`.
 
@@ -105,9 +107,9 @@ class EntameConfig:
 
     @property
     def method(self) -> str:
-        """The name of the method that this configuration is one of; `"keep"` for every head that is kept."""
-        if self.init == "keep":
-            return "keep"
+        """The name of the method that this configuration is one of; features may be raw in `"keep"` and `"informed"`."""
+        if self.init in ("keep", "ridge"):
+            return "keep" if self.init == "keep" else "informed"
         return next(name for name, what in _METHODS.items() if what == (self.init, self.feature_norm))
 
     def weight_variance(self, num_classes: int, learning_rate: float | None = None) -> float:
@@ -150,6 +152,7 @@ _METHODS: dict[str, tuple[Init, bool]] = {
     "mei": ("mei", False),
     "fn": ("he_fan_out", True),
     "entame": ("mei", True),
+    "informed": ("ridge", True),
     "keep": ("keep", False),
 }
 

@@ -1,6 +1,7 @@
 """Apply ENTAME to a model, fold it again, freeze parts of a model, wrap a timm model."""
 
 from .apply import apply_entame, set_feature_norm
+from .fit import HeadFit, fit_head
 from .fold import NO_BIAS, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
 from .freezing import frozen_backbone, frozen_backbone_parameters, frozen_statistics
 from .state import (
@@ -16,6 +17,7 @@ from .state import (
 from .wrapping import as_transformers, label_maps, timm_processor
 
 __all__ = [
+    "HeadFit",
     "NO_BIAS",
     "applied_config",
     "apply_entame",
@@ -23,6 +25,7 @@ __all__ = [
     "class_names",
     "clear_entame_state",
     "describe_adaptation",
+    "fit_head",
     "fold_entame",
     "folded",
     "folded_parameters",

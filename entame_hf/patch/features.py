@@ -1,0 +1,208 @@
+"""Collect what classifiers read of images, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import InputError
+from ..heads import Head, base_model, num_features
+
+
+@dataclass
+class HeadFeatures:
+    """Hold what a head read of labelled images, in this process.
+
+    Args:
+        rows (`torch.Tensor` of shape `(n, K)`): features of each image, averaged over positions.
+        labels (`torch.Tensor` of shape `(n,)`): int64, the class of each image.
+        count (`torch.Tensor`): float64 scalar, images times positions.
+        mean (`torch.Tensor` of shape `(K,)`): float64, over images and positions.
+        squares (`torch.Tensor` of shape `(K,)`): float64, sum of squared distances from `mean`.
+    """
+
+    rows: Tensor
+    labels: Tensor
+    count: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Compute the mean and the biased variance of each feature over all processes: two float64 `(K,)` tensors."""
+        total = sum_over_ranks(self.count.clone())
+        mean = sum_over_ranks(self.mean * self.count) / total.clamp(min=1)
+        spread = self.squares + self.count * (self.mean - mean).square()
+        return mean, sum_over_ranks(spread) / total.clamp(min=1)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum a tensor over all processes, in place."""
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(values)
+    return values
+
+
+@torch.no_grad()
+def collect_features(
+    model: nn.Module, heads: list[Head], batches: Iterable[Any], max_samples: int, num_classes: int | None = None
+) -> list[HeadFeatures]:
+    """Run a model over images in eval mode and keep what its heads read.
+
+    Args:
+        model (`torch.nn.Module`): left as it is.
+        heads (`list[Head]`): what [`find_heads`] finds in it.
+        batches (iterable):
+            This process's: mappings of the model's inputs and `labels`, or pairs of images and labels. Labels are class
+            indices, negative where an image is to be ignored, or rows of probabilities, whose largest counts.
+        max_samples (`int`): images that are kept in this process; no batch is read after them.
+        num_classes (`int`, *optional*): C; a label must be below it.
+
+    Returns:
+        `list[HeadFeatures]`: one for each head, in the same order. It has no rows where evaluation does not use a head.
+
+    Raises:
+        InputError: a batch has another form, or a label is none of the classes.
+    """
+    kept = [_Collector(head) for head in heads]
+    left = max_samples
+    with _in_eval_mode(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+        read: dict[int, Tensor] = {}
+        for index, head in enumerate(heads):
+            hook = head.module.register_forward_pre_hook(lambda _, args, index=index: read.update({index: args[0]}))
+            stack.callback(hook.remove)
+        for batch in batches:
+            inputs, targets = inputs_and_labels(batch)
+            labels = class_indices(targets, num_classes)
+            counted = torch.nonzero(labels >= 0)[:left, 0]
+            read.clear()
+            if len(counted):
+                run_model(model, inputs)
+            for index, features in read.items():
+                if len(features) != len(labels):
+                    raise InputError(
+                        f"{heads[index].path} reads {len(features)} rows of a batch of {len(labels)} labels: give one "
+                        "label for each image."
+                    )
+                kept[index].add(features, labels, counted)
+            left -= len(counted)
+            if left <= 0:
+                break
+    return [collector.features() for collector in kept]
+
+
+def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
+    """Take a batch apart: a mapping with `labels`, or a pair."""
+    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor) and len(batch) > 1:
+        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
+    if isinstance(batch, (list, tuple)) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        return batch[0], batch[1]
+    what = f"a mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    raise InputError(
+        f"A batch is {what}. Give mappings of a model's inputs and labels, as Trainer's data loaders give them, or "
+        "pairs of images and labels."
+    )
+
+
+def class_indices(labels: Tensor, num_classes: int | None = None) -> Tensor:
+    """Convert labels to one class an image: the largest of a row of probabilities.
+
+    Args:
+        labels (`torch.Tensor` of shape `(N,)` or `(N, C)`): class indices, or floating rows of probabilities.
+        num_classes (`int`, *optional*): C; a label must be below it.
+
+    Returns:
+        `torch.Tensor` of shape `(N,)`: int64; negative where the image is ignored.
+
+    Raises:
+        InputError: a label is none of the classes.
+    """
+    if labels.is_floating_point():
+        if labels.ndim != 2 or num_classes not in (None, labels.shape[1]):
+            raise InputError(f"Labels have the shape {tuple(labels.shape)}, and the head has {num_classes} classes.")
+        return labels.argmax(1)
+    labels = labels.flatten().long()
+    if num_classes is not None and len(labels) and int(labels.max()) >= num_classes:
+        raise InputError(
+            f"Label {int(labels.max())} is none of the head's {num_classes} classes, which are counted from 0. Give the "
+            f'head as many as the data has: apply_entame(model, EntameConfig.for_method("keep"), num_labels=...).'
+        )
+    return labels
+
+
+def run_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model on a batch's inputs, in its device and dtype.
+
+    Args:
+        model (`torch.nn.Module`): transformers' models take inputs by name, all others by position.
+        inputs (`torch.Tensor` or mapping of them): without labels.
+
+    Returns:
+        What the model returns.
+    """
+    weight = next(model.parameters())
+
+    def ready(value: Any) -> Any:
+        return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+
+    if isinstance(inputs, Mapping) and isinstance(base_model(model), PreTrainedModel):
+        return model(**{name: ready(value) for name, value in inputs.items()})
+    return model(*map(ready, inputs.values() if isinstance(inputs, Mapping) else [inputs]))
+
+
+class _Collector:
+    """Gather one head's features, batch by batch."""
+
+    def __init__(self, head: Head) -> None:
+        self.dim = -1 if isinstance(head.module, nn.Linear) else -3
+        self.rows: list[Tensor] = []
+        self.labels: list[Tensor] = []
+        width, weight = num_features(head.module), head.module.weight
+        # MPS has no float64.
+        self.device = torch.device("cpu") if weight.device.type == "mps" else weight.device
+        self.count = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.mean, self.squares = (torch.zeros(width, dtype=torch.float64, device=self.device) for _ in range(2))
+        self.empty = torch.empty(0, width, dtype=weight.dtype, device=self.device)
+
+    def add(self, features: Tensor, labels: Tensor, counted: Tensor) -> None:
+        here = features.to(self.device)[counted.to(self.device)].movedim(self.dim, -1)
+        positions = here.flatten(0, -2)
+        self._merge(positions)
+        rows = here if here.ndim == 2 else here.flatten(1, -2).double().mean(1).float()
+        self.rows.append(rows)
+        self.labels.append(labels.to(self.device)[counted.to(self.device)])
+
+    def _merge(self, rows: Tensor) -> None:
+        """Move the statistics by a batch's: Chan, Golub and LeVeque (1983), which does not cancel."""
+        wide = rows.double()
+        # A constant feature keeps a variance of exactly zero.
+        mean = wide[0] + (wide - wide[0]).mean(0)
+        squares = (wide - mean).square().sum(0)
+        total = self.count + len(rows)
+        away = mean - self.mean
+        self.squares += squares + away.square() * self.count * len(rows) / total
+        self.mean += away * (len(rows) / total)
+        self.count = total
+
+    def features(self) -> HeadFeatures:
+        rows = torch.cat(self.rows) if self.rows else self.empty
+        labels = torch.cat(self.labels) if self.labels else torch.empty(0, dtype=torch.long, device=self.device)
+        return HeadFeatures(rows, labels, self.count, self.mean, self.squares)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,167 @@
+"""Fit a model's heads to its features before training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from ..errors import InputError
+from ..heads import Head, find_heads, num_classes
+from ..layers import ZNormLeaf
+from .features import HeadFeatures, collect_features, sum_over_ranks
+from .gathering import is_sharded
+from .ridge import Ridge, fit_ridge
+from .state import applied_config, has_trained_head
+
+logger = logging.get_logger(__name__)
+
+# The own class's mean logit over the others', as a fraction of ln C: the loss starts at about half of a guess's, and
+# the entropy stays above 95 % of its maximum for every number of classes.
+MARGIN = 0.5
+
+
+@dataclass(frozen=True)
+class HeadFit:
+    """Describe a head that was fitted to features.
+
+    Args:
+        path (`str`): the head's.
+        samples (`int`): images that it was fitted to, in all processes.
+        accuracy (`float`): its leave-one-out accuracy, which is what to expect on unseen images before any training.
+        alpha (`float`): the penalty α with which leaving one image out errs least.
+    """
+
+    path: str
+    samples: int
+    accuracy: float
+    alpha: float
+
+
+def fit_head(
+    model: nn.Module, batches: Iterable[Any], *, class_weights: Tensor | None = None, max_samples: int = 50_000
+) -> list[HeadFit]:
+    """Point each head at the right classes by ridge regression, small enough to stay near maximum entropy.
+
+    One pass in eval mode reads the features; weights have a closed form, with nothing to tune. Feature statistics start
+    as those of the images. In several processes, each gives its own batches, and all get the same heads.
+
+    Args:
+        model (`torch.nn.Module`): prepared with `apply_entame(model, EntameConfig.for_method("informed"))`.
+        batches (iterable):
+            Training images as evaluation sees them, such as a `DataLoader`: mappings of the model's inputs and
+            `labels`, or pairs of images and labels. Labels are of shape `(N,)`, -100 where an image is to be ignored,
+            or rows of probabilities, whose largest counts.
+        class_weights (`torch.Tensor` of shape `(C,)`, *optional*): how much each class counts, as in the loss.
+        max_samples (`int`, *optional*, defaults to 50,000):
+            Images to fit to, over all processes; no batch is read after them. Their features stay in memory meanwhile.
+
+    Returns:
+        `list[HeadFit]`: one for each head.
+
+    Raises:
+        InputError: the model was not prepared or is sharded, there is no labelled image, or a label is none of the
+            head's classes.
+
+    Example:
+
+    ```python
+    >>> import timm, torch
+    >>> from entame_hf import EntameConfig, apply_entame, fit_head
+
+    >>> model = timm.create_model("test_resnet", num_classes=2)
+    >>> _ = apply_entame(model, EntameConfig.for_method("informed"))
+    >>> fit_head(model, [(torch.randn(8, 3, 64, 64), torch.arange(8) % 2)])[0].samples
+    8
+    ```
+    """
+    config = applied_config(model)
+    if config is None or config.init != "ridge":
+        raise InputError(
+            f"fit_head got a model whose heads have {'no' if config is None else f'init={config.init!r} in their'} "
+            'configuration; it fits those with init="ridge". Call '
+            'apply_entame(model, EntameConfig.for_method("informed")) first.'
+        )
+    if has_trained_head(model):
+        raise InputError(
+            "This model was adapted with ENTAME before, and fit_head would wipe what its head has learned. Fit a model "
+            "before its training, or call apply_entame(model, config, num_labels=...) to start a new head."
+        )
+    heads = find_heads(model, config.head)
+    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    features = features_of_heads(model, heads, batches, -(-max_samples // processes))
+    return fit_to_features(heads, features, config.eps, class_weights)
+
+
+def features_of_heads(
+    model: nn.Module, heads: list[Head], batches: Iterable[Any], max_samples: int
+) -> list[HeadFeatures]:
+    """Collect what heads read, see [`collect_features`], of a model that is not sharded."""
+    for head in heads:
+        if is_sharded(head.module):
+            raise InputError(
+                f"{head.path} is sharded already, and fitting it needs all of the model: call fit_head first, then "
+                "shard the model."
+            )
+    return collect_features(model, heads, batches, max_samples, num_classes(heads[0].module))
+
+
+def fit_to_features(
+    heads: list[Head], features: list[HeadFeatures], eps: float = 1e-5, class_weights: Tensor | None = None
+) -> list[HeadFit]:
+    """Fit heads to what they read: see [`fit_head`].
+
+    Args:
+        heads (`list[Head]`): their weights, biases and feature statistics are set.
+        features (`list[HeadFeatures]`): this process's, one for each head.
+        eps (`float`, *optional*, defaults to 1e-5): added to the variance under the root.
+        class_weights (`torch.Tensor` of shape `(C,)`, *optional*): how much each class counts.
+
+    Returns:
+        `list[HeadFit]`: one for each head that evaluation uses.
+    """
+    counts = [int(sum_over_ranks(read.count.clone())) for read in features]
+    if not any(counts):
+        raise InputError("There is no labelled image to fit the head to: give batches of images and labels.")
+    fits = []
+    for head, read, count in zip(heads, features, counts, strict=True):
+        if not count:
+            logger.warning(f"{head.path} is not used in evaluation: it starts at maximum entropy, and is not fitted.")
+            continue
+        mean, var = read.statistics()
+        std = torch.sqrt(var + eps)
+        leaf, normalised = head.module, isinstance(head.module, ZNormLeaf)
+        ridge = fit_ridge(
+            read,
+            num_classes(leaf),
+            mean,
+            std,
+            class_weights=class_weights,
+            bias=leaf.bias is not None,
+            raw=not normalised,
+        )
+        _write(leaf, ridge, mean, var, std)
+        fits.append(HeadFit(head.path, ridge.samples, ridge.accuracy, ridge.alpha))
+    return fits
+
+
+@torch.no_grad()
+def _write(leaf: Any, ridge: Ridge, mean: Tensor, var: Tensor, std: Tensor) -> None:
+    """Write a map of standardised features into a classifier of these, or of raw ones."""
+    # Features that tell nothing leave nothing to scale.
+    scale = MARGIN * math.log(len(ridge.weight)) / ridge.margin if ridge.margin > 1e-9 else 0.0
+    weight, centre = ridge.weight * scale, ridge.centre
+    if isinstance(leaf, ZNormLeaf):
+        leaf.znorm.mean.copy_(mean)
+        leaf.znorm.var.copy_(var)
+    else:
+        weight, centre = weight / std, mean + std * centre
+    leaf.weight.copy_(weight.view(leaf.weight.shape))
+    if leaf.bias is not None:
+        leaf.bias.copy_(-weight @ centre)
