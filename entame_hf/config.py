@@ -107,10 +107,9 @@ class EntameConfig:
 
     @property
     def method(self) -> str:
-        """The name of the method that this configuration is one of; features may be raw in `"keep"` and `"informed"`."""
-        if self.init in ("keep", "ridge"):
-            return "keep" if self.init == "keep" else "informed"
-        return next(name for name, what in _METHODS.items() if what == (self.init, self.feature_norm))
+        """The name of the method that this is one of; `"keep"` and `"informed"` may be over raw features."""
+        norms = (True, False) if self.init in ("keep", "ridge") else (self.feature_norm,)
+        return next(name for name, (init, norm) in _METHODS.items() if init == self.init and norm in norms)
 
     def weight_variance(self, num_classes: int, learning_rate: float | None = None) -> float:
         """Compute φ_w for a head of `num_classes` classes.

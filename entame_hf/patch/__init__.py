@@ -17,8 +17,8 @@ from .state import (
 from .wrapping import as_transformers, label_maps, timm_processor
 
 __all__ = [
-    "HeadFit",
     "NO_BIAS",
+    "HeadFit",
     "applied_config",
     "apply_entame",
     "as_transformers",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..config import EntameConfig
 from ..errors import InputError
@@ -17,6 +18,8 @@ from ..layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 from .fold import fold_leaf, normalise_leaf, to_stock
 from .gathering import gathered_parameters, is_zero3_sharded, reshard
 from .state import applied_config, clear_entame_state, has_trained_head, set_applied
+
+logger = logging.get_logger(__name__)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -95,6 +98,11 @@ def apply_entame(
         for head in heads:
             _draw(head.module, _std(head.module, config, learning_rate), generator)
     set_applied(model, config)
+    if config.init == "ridge" and generator is None:
+        logger.warning_once(
+            "The head is drawn at maximum entropy until it is fitted: call fit_head(model, batches) before training. "
+            "EntameTrainer does so by itself."
+        )
     if num_labels is not None:
         clear_entame_state(model)
     return model

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -60,13 +59,13 @@ def collect_features(
         model (`torch.nn.Module`): left as it is.
         heads (`list[Head]`): what [`find_heads`] finds in it.
         batches (iterable):
-            This process's: mappings of the model's inputs and `labels`, or pairs of images and labels. Labels are class
-            indices, negative where an image is to be ignored, or rows of probabilities, whose largest counts.
+            This process's: mappings of the model's inputs and `labels`, or pairs of images and labels. Labels are
+            class indices, negative where an image is to be ignored, or rows of probabilities, whose largest counts.
         max_samples (`int`): images that are kept in this process; no batch is read after them.
         num_classes (`int`, *optional*): C; a label must be below it.
 
     Returns:
-        `list[HeadFeatures]`: one for each head, in the same order. It has no rows where evaluation does not use a head.
+        `list[HeadFeatures]`: one for each head, in the same order; without rows where evaluation does not use it.
 
     Raises:
         InputError: a batch has another form, or a label is none of the classes.
@@ -131,8 +130,8 @@ def class_indices(labels: Tensor, num_classes: int | None = None) -> Tensor:
     labels = labels.flatten().long()
     if num_classes is not None and len(labels) and int(labels.max()) >= num_classes:
         raise InputError(
-            f"Label {int(labels.max())} is none of the head's {num_classes} classes, which are counted from 0. Give the "
-            f'head as many as the data has: apply_entame(model, EntameConfig.for_method("keep"), num_labels=...).'
+            f"Label {int(labels.max())} is none of the head's {num_classes} classes, which are counted from 0. Give "
+            f'the head as many as the data has: apply_entame(model, EntameConfig.for_method("keep"), num_labels=...).'
         )
     return labels
 

@@ -49,8 +49,8 @@ def fit_head(
 ) -> list[HeadFit]:
     """Point each head at the right classes by ridge regression, small enough to stay near maximum entropy.
 
-    One pass in eval mode reads the features; weights have a closed form, with nothing to tune. Feature statistics start
-    as those of the images. In several processes, each gives its own batches, and all get the same heads.
+    One pass in eval mode reads the features; weights have a closed form, with nothing to tune. Feature statistics
+    start as those of the images. In several processes, each gives its own batches, and all get the same heads.
 
     Args:
         model (`torch.nn.Module`): prepared with `apply_entame(model, EntameConfig.for_method("informed"))`.
@@ -90,7 +90,7 @@ def fit_head(
         )
     if has_trained_head(model):
         raise InputError(
-            "This model was adapted with ENTAME before, and fit_head would wipe what its head has learned. Fit a model "
+            "This model was adapted with ENTAME before, and fit_head would wipe what its head has learned. Fit it "
             "before its training, or call apply_entame(model, config, num_labels=...) to start a new head."
         )
     heads = find_heads(model, config.head)
@@ -136,15 +136,14 @@ def fit_to_features(
             continue
         mean, var = read.statistics()
         std = torch.sqrt(var + eps)
-        leaf, normalised = head.module, isinstance(head.module, ZNormLeaf)
+        leaf = head.module
         ridge = fit_ridge(
             read,
             num_classes(leaf),
             mean,
             std,
             class_weights=class_weights,
-            bias=leaf.bias is not None,
-            raw=not normalised,
+            blind=leaf.bias is None and not isinstance(leaf, ZNormLeaf),
         )
         _write(leaf, ridge, mean, var, std)
         fits.append(HeadFit(head.path, ridge.samples, ridge.accuracy, ridge.alpha))

@@ -27,7 +27,8 @@ class Ridge(NamedTuple):
 
     Args:
         weight (`torch.Tensor` of shape `(C, K)`): float64.
-        centre (`torch.Tensor` of shape `(K,)`): float64, the standardised features whose logits are all zero.
+        centre (`torch.Tensor` of shape `(K,)`): float64, where logits are to be zero; zero unless classes
+            are weighted.
         alpha (`float`): the penalty α.
         margin (`float`): own class's logit less the others' mean, averaged over images.
         accuracy (`float`): the leave-one-out accuracy.
@@ -50,8 +51,7 @@ def fit_ridge(
     std: Tensor,
     *,
     class_weights: Tensor | None = None,
-    bias: bool = True,
-    raw: bool = False,
+    blind: bool = False,
 ) -> Ridge:
     """Solve R = (ZᵀZ + αI)⁻¹ Zᵀ(Y − mean Y) for standardised features Z and one-hot classes Y.
 
@@ -64,9 +64,9 @@ def fit_ridge(
         mean (`torch.Tensor` of shape `(K,)`): float64; Z = (rows − mean) / std.
         std (`torch.Tensor` of shape `(K,)`): float64.
         class_weights (`torch.Tensor` of shape `(C,)`, *optional*): how much each class counts.
-        bias (`bool`, *optional*, defaults to `True`):
-            Whether the classifier has one. Without, the map is the best of those that need none.
-        raw (`bool`, *optional*, defaults to `False`): whether the classifier reads rows / std in the place of Z.
+        blind (`bool`, *optional*, defaults to `False`):
+            Whether the map must be zero along mean / std: a classifier of raw features without a bias then gives the
+            same logits for rows / std as for Z.
 
     Returns:
         [`Ridge`]
@@ -77,9 +77,8 @@ def fit_ridge(
     Source: α has the least squared error of leaving one image out, PRESS (Allen, 1974), weighted as the fit is.
     """
     problem = _Problem(features, num_classes, mean, std, class_weights)
-    if not bias:
-        # Only a map that is blind to this direction has logits of zero at the centre.
-        problem.remove_direction(problem.centre + mean / std if raw else problem.centre)
+    if blind:
+        problem.remove_direction(mean / std)
     gram, sums = problem.moments()
     values = torch.zeros_like(mean)
     if _is_first():
@@ -154,10 +153,10 @@ class _Problem:
     def leave_one_out(
         self, alphas: list[float], values: Tensor, vectors: Tensor, sums: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Compute, for each α, the squared error and the number of images predicted right by the map fitted to all others.
+        """Predict each image by the map fitted to all others: squared error and right predictions, for each α.
 
-        ŷ₋ᵢ = (ŷᵢ − hᵢyᵢ) / (1 − hᵢ), with hᵢ = wᵢ(1/n + zᵢᵀ(ZᵀWZ + αI)⁻¹zᵢ). Logits are ŷ₋ᵢ less the others' mean label,
-        which is no part of the head.
+        ŷ₋ᵢ = (ŷᵢ − hᵢyᵢ) / (1 − hᵢ), with hᵢ = wᵢ(1/n + zᵢᵀ(ZᵀWZ + αI)⁻¹zᵢ). A prediction is the largest of ŷ₋ᵢ less
+        the others' mean label, which is no part of the head.
         """
         errors, right = (self.mean.new_zeros(len(alphas)) for _ in range(2))
         for rows, weights, labels in self.parts():
