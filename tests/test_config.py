@@ -39,7 +39,7 @@ def test_phi_w_from_lambda_is_equation_20():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"init": "xavier"}, "mei, he_fan_out, keep"),
+        ({"init": "xavier"}, "mei, he_fan_out, ridge, keep"),
         ({"phi_w": 0.0}, "phi_w=0.0 must be a positive"),
         ({"phi_w": -1e-12}, "positive"),
         ({"phi_w": float("nan")}, "positive"),
@@ -57,7 +57,7 @@ def test_values_outside_their_domain_are_refused(values, message):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="base, base_wu, mei, fn, entame, keep"):
+    with pytest.raises(ValueError, match="base, base_wu, mei, fn, entame, informed, keep"):
         EntameConfig.for_method("lp-ft")
     with pytest.raises(ValueError, match="no field phi"):
         EntameConfig.from_dict({"phi": 1})

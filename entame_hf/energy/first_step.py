@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
-from transformers import PreTrainedModel
 
 from ..errors import InputError
-from ..heads import Head, base_model
+from ..heads import Head
+from ..patch import class_indices, run_model
 from .error import error_energy
 
 
@@ -34,31 +34,13 @@ def unchanged(model: nn.Module, heads: list[Head]) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
-    """Take a batch apart: a mapping with `labels`, or a pair."""
-    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor) and len(batch) > 1:
-        return {name: value for name, value in batch.items() if name != "labels"}, batch["labels"]
-    if isinstance(batch, (list, tuple)) and len(batch) == 2 and isinstance(batch[1], Tensor):
-        return batch[0], batch[1]
-    what = f"a mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
-    raise InputError(
-        f"A batch is {what}. inspect_head takes mappings of a model's inputs and labels, as Trainer's data loaders "
-        "give them, or pairs of images and labels."
-    )
-
-
 def label_rows(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """Build a row of probabilities for each example, and tell which examples count."""
     if labels.is_floating_point():
         if labels.ndim != 2 or labels.shape[1] != classes:
             raise InputError(f"Labels have the shape {tuple(labels.shape)}, and the head has {classes} classes.")
         return labels.float(), torch.ones(len(labels), dtype=torch.bool, device=labels.device)
-    labels = labels.flatten()
-    if len(labels) and int(labels.max()) >= classes:
-        raise InputError(
-            f"Label {int(labels.max())} is none of the head's {classes} classes, which are counted from 0. Give the "
-            f'head as many as the data has: apply_entame(model, EntameConfig.for_method("keep"), num_labels=...).'
-        )
+    labels = class_indices(labels, classes)
     return one_hot(labels.clamp(min=0), classes).float(), labels >= 0
 
 
@@ -67,10 +49,6 @@ def backbone_features(model: nn.Module, heads: list[Head], images: Any) -> tuple
     """Run the backbone once, and tell whether the model's logits are the mean of what its heads give."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
-    weight = next(model.parameters())
-
-    def ready(value: Any) -> Any:
-        return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
 
     def note(path: str, leaf: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         inputs[path], outputs[path] = args[0], output.float()
@@ -79,10 +57,7 @@ def backbone_features(model: nn.Module, heads: list[Head], images: Any) -> tuple
         for head in heads:
             handle = head.module.register_forward_hook(lambda *call, path=head.path: note(path, *call))
             stack.callback(handle.remove)
-        if isinstance(images, Mapping) and isinstance(base_model(model), PreTrainedModel):
-            given: Any = model(**{name: ready(value) for name, value in images.items()})
-        else:
-            given = model(*map(ready, images.values() if isinstance(images, Mapping) else [images]))
+        given: Any = run_model(model, images)
     missed = [head.path for head in heads if head.path not in inputs]
     if missed:
         raise InputError(f"The model did not use {', '.join(missed)} in training mode: name its heads with head=...")

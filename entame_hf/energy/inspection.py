@@ -16,9 +16,9 @@ from ..config import EntameConfig, Method
 from ..errors import InputError
 from ..heads import Head, find_heads, num_classes
 from ..layers import ZNorm
-from ..patch import apply_entame, has_trained_head
+from ..patch import apply_entame, has_trained_head, inputs_and_labels
 from .error import ErrorEnergy, fraction_of_error
-from .first_step import backbone_features, first_step, inputs_and_labels, label_rows, unchanged
+from .first_step import backbone_features, first_step, label_rows, unchanged
 
 METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
 

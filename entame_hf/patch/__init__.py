@@ -1,7 +1,8 @@
 """Apply ENTAME to a model, fold it again, freeze parts of a model, wrap a timm model."""
 
 from .apply import apply_entame, set_feature_norm
-from .fit import HeadFit, fit_head
+from .features import HeadFeatures, class_indices, inputs_and_labels, run_model
+from .fit import HeadFit, collect_head_features, fit_head, fit_to_features
 from .fold import NO_BIAS, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
 from .freezing import frozen_backbone, frozen_backbone_parameters, frozen_statistics
 from .state import (
@@ -18,14 +19,18 @@ from .wrapping import as_transformers, label_maps, timm_processor
 
 __all__ = [
     "NO_BIAS",
+    "HeadFeatures",
     "HeadFit",
     "applied_config",
     "apply_entame",
     "as_transformers",
+    "class_indices",
     "class_names",
     "clear_entame_state",
+    "collect_head_features",
     "describe_adaptation",
     "fit_head",
+    "fit_to_features",
     "fold_entame",
     "folded",
     "folded_parameters",
@@ -33,8 +38,10 @@ __all__ = [
     "frozen_backbone_parameters",
     "frozen_statistics",
     "has_trained_head",
+    "inputs_and_labels",
     "label_maps",
     "normalised_heads",
+    "run_model",
     "set_applied",
     "set_feature_norm",
     "set_trained",

@@ -95,11 +95,11 @@ def fit_head(
         )
     heads = find_heads(model, config.head)
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    features = features_of_heads(model, heads, batches, -(-max_samples // processes))
+    features = collect_head_features(model, heads, batches, -(-max_samples // processes))
     return fit_to_features(heads, features, config.eps, class_weights)
 
 
-def features_of_heads(
+def collect_head_features(
     model: nn.Module, heads: list[Head], batches: Iterable[Any], max_samples: int
 ) -> list[HeadFeatures]:
     """Collect what heads read, see [`collect_features`], of a model that is not sharded."""
