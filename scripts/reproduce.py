@@ -1,10 +1,10 @@
-"""Compare ENTAME with its peers: models × data sets × methods × seeds, then tables and figures of the results.
+"""Compare ENTAME with other methods: models × datasets × methods × seeds, then tables and a picture of the results.
 
     python scripts/reproduce.py run --suite offline
     accelerate launch --multi_gpu --num_processes 16 scripts/reproduce.py run --suite offline
-    python scripts/reproduce.py report --results scripts/results/offline.jsonl
+    python scripts/reproduce.py report --results scripts/results/offline.parquet
 
-Every run is a short training through `EntameTrainer` and leaves one JSON line; runs whose line is there are skipped.
+Each run is a short training through `EntameTrainer` and leaves one result row. Runs whose row exists are skipped.
 Processes that accelerate starts share the runs: each trains alone, any number of them on one GPU.
 """
 
@@ -21,46 +21,48 @@ FOLDER = Path(__file__).parent / "results"
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("run", help="train what a suite asks for and no line is there of")
+    run = commands.add_parser("run", help="train the runs of a suite that have no result row yet")
     run.add_argument("--suite", required=True, help="a name in scripts/suites, or the path of a YAML file")
-    run.add_argument("--results", type=Path, help="file of JSON lines; by default scripts/results/SUITE.jsonl")
-    run.add_argument("--models", nargs="+", metavar="LABEL", help="a part of the suite; all by default")
-    run.add_argument("--datasets", nargs="+", metavar="LABEL", help="likewise")
-    run.add_argument("--methods", nargs="+", metavar="LABEL", help="likewise")
-    run.add_argument("--seeds", type=int, help="how many, counted from 0")
-    run.add_argument("--dry_run", action="store_true", help="list what there is to do, and do nothing")
-    report = commands.add_parser("report", help="write tables and figures")
-    report.add_argument("--results", type=Path, nargs="+", required=True, help="files of JSON lines")
-    report.add_argument("--output", type=Path, help="folder; by default the first file's name without its ending")
+    run.add_argument("--results", type=Path, help="Parquet file; by default scripts/results/SUITE.parquet")
+    run.add_argument("--models", nargs="+", metavar="LABEL", help="models to run; all by default")
+    run.add_argument("--datasets", nargs="+", metavar="LABEL", help="datasets to run; all by default")
+    run.add_argument("--methods", nargs="+", metavar="LABEL", help="methods to run; all by default")
+    run.add_argument("--seeds", type=int, help="number of seeds, counted from 0; all by default")
+    run.add_argument("--dry_run", action="store_true", help="list the runs and train nothing")
+    report = commands.add_parser("report", help="write tables and a picture")
+    report.add_argument("--results", type=Path, nargs="+", required=True, help="Parquet files")
+    report.add_argument("--output", type=Path, help="folder; by default the first file's name without its suffix")
+    report.add_argument("--all_pictures", action="store_true", help="draw the curves of every model too")
     options = parser.parse_args(argv)
-    # The rest is imported below: it may ask for GPUs and for other processes, and neither is asked twice.
+    # The imports below ask for GPUs and for other processes, which is possible only once.
     if options.command == "report":
         from reproduction.report import write_report
 
-        print(write_report(options.results, options.output or options.results[0].with_suffix(""))[0])
+        output = options.output or options.results[0].with_suffix("")
+        print(*write_report(options.results, output, options.all_pictures), sep="\n")
         return 0
-    # Bars of many short trainings, beside each other, tell nothing.
+    # Progress bars of many short trainings, side by side, say nothing.
     os.environ.setdefault("TQDM_DISABLE", "1")
     from reproduction.processes import take_place
 
     place = take_place()
-    from reproduction.running import plan, run_suite
-    from reproduction.suite_file import read_suite
+    from reproduction.run import plan, run_suite
+    from reproduction.suite import read_suite
 
     suite = read_suite(options.suite)
-    cells = suite.cells(options.models, options.datasets, options.methods, options.seeds)
-    results = options.results or FOLDER / f"{suite.name}.jsonl"
+    experiments = suite.experiments(options.models, options.datasets, options.methods, options.seeds)
+    results = options.results or FOLDER / f"{suite.name}.parquet"
     if options.dry_run:
-        print(plan(cells, results))
+        print(plan(experiments, results))
         return 0
-    return run_suite(suite.name, cells, results, place)
+    return run_suite(suite.name, experiments, results, place)
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        print("\nInterrupted. The same command goes on with the runs that are left.", file=sys.stderr)
+        print("\nInterrupted. The same command continues with the runs that are left.", file=sys.stderr)
         sys.exit(130)
     except ValueError as error:
         from entame_hf import InputError

@@ -1,22 +1,21 @@
-"""The paper's figures: one picture a model, one panel a data set, and one picture for a first glance."""
+"""Pictures of a report: one for a first look, and on request the paper's figures for every model."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from matplotlib.axes import Axes
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from entame_hf.plots import Series, accuracy_curves, feature_variance_curves
-from entame_hf.plots.drawing import draw_groups
+from entame_hf.plots import accuracy_curves, feature_variance_curves
 
-from .runs import METHODS, Group, Run, name_of, natural
+from .groups import METHODS, Combination, Group, Run, early, final, in_order, mean, name_of, natural, short
+from .head_rates import Sweep, common_rates, sweeps
 
-# The paper's four are blue, orange, green and red, in Okabe and Ito's tones; dashes tell them apart in print.
+# The paper's four are blue, orange, green and red, here in Okabe and Ito's tones; dashes tell them apart in print.
 STYLES: dict[str, dict[str, Any]] = {
     "Base": {"color": "#0072B2", "linestyle": "--"},
     "Base+WU": {"color": "#E69F00", "linestyle": ":"},
@@ -25,122 +24,128 @@ STYLES: dict[str, dict[str, Any]] = {
     "keep": {"color": "#000000", "linestyle": (0, (4, 1, 1, 1, 1, 1))},
     "FN": {"color": "#CC79A7", "linestyle": "--"},
 }
-PEER_COLOURS = ("#56B4E9", "#882255", "#999933", "#332288", "#44AA99", "#AA7744")
+COLOURS = ("#56B4E9", "#882255", "#999933", "#332288", "#44AA99", "#AA7744", "#0072B2")
 DASHES = ("--", "-.", ":", (0, (6, 2)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-# What the first picture shows in colour, later ones on top: the paper's baseline and the strongest of the others, what
-# people do, and the paper's method.
+# Methods in colour in the first picture, later ones on top; all others are grey.
 FIRST_GLANCE = ("base", "mei", "LP-FT", "keep", "entame")
 GREY: dict[str, Any] = {"color": "0.78", "linestyle": "-", "linewidth": 1, "zorder": 1}
-MAIN = ("base", "base_wu", "mei", "entame", "keep")
-COMPARED = ("entame", "keep")
-
-
-def accuracy_of(run: Run) -> Series:
-    steps = sorted(run.accuracies)
-    return steps, [run.accuracies[step] for step in steps]
-
-
-def feature_variance_of(run: Run) -> Series:
-    return run.energy("feature_var")
+STAR: dict[str, Any] = {"marker": "*", "markerfacecolor": "none", "markeredgewidth": 1.5, "markersize": 13}
 
 
 def styles_of(groups: Iterable[Group]) -> dict[str, dict[str, Any]]:
-    """Give every method its colour and dashes, the same in all pictures of a report."""
-    peers = sorted({run.method for group in groups for run in group.runs} - set(METHODS), key=natural)
-    return STYLES | {
-        peer: {"color": PEER_COLOURS[i % len(PEER_COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
-        for i, peer in enumerate(peers)
-    }
-
-
-def model_figures(group: Group, model: str, styles: dict[str, dict[str, Any]]) -> dict[str, Figure | None]:
-    """Draw accuracy and variance of the features on all data sets: the paper's methods, and the others by themselves.
-
-    Returns:
-        Figures by kind, `"accuracy"`, `"peers"` and `"feature_variance"`; None where there is nothing to see.
-    """
-    main = [method for method in group.methods if method in MAIN]
-    others = [method for method in group.methods if method in COMPARED or method not in MAIN]
-
-    def figure(
-        draw: Callable[..., Figure | None], methods: Sequence[str], of: Callable[[Run], Series]
-    ) -> Figure | None:
-        def panel(axes: Axes, dataset: str) -> bool:
-            runs = {name_of(method): [of(run) for run in group.select(model, dataset, method)] for method in methods}
-            return draw(runs, title=f"{model} on {dataset}", styles=styles, ax=axes) is not None
-
-        return _panels(panel, group.datasets, plain(group.title))
-
-    peers = others if set(others) - set(COMPARED) else []
-    return {
-        "accuracy": figure(accuracy_curves, main, accuracy_of),
-        "peers": figure(accuracy_curves, peers, accuracy_of),
-        "feature_variance": figure(feature_variance_curves, main, feature_variance_of),
-    }
+    """Return each method's colour and dashes, the same in all pictures of a report."""
+    return STYLES | _styles({run.method for group in groups for run in group.runs} - set(METHODS))
 
 
 def overview(group: Group, styles: dict[str, dict[str, Any]]) -> Figure:
-    """Draw the accuracy of up to three cells over the logarithm of the steps, with all other methods in grey."""
-    cells = [(group.models[0], dataset) for dataset in group.datasets]
-    if len(cells) == 1:
-        cells = [(model, group.datasets[0]) for model in group.models]
-    cells = cells[:3]
+    """Draw accuracy over steps on up to three combinations, with bands of one standard deviation over seeds."""
+    panels = [(group.models[0], dataset) for dataset in group.datasets]
+    if len(panels) == 1:
+        panels = [(model, group.datasets[0]) for model in group.models]
+    panels = panels[:3]
     first = [method for method in FIRST_GLANCE if method in group.methods]
     others = [method for method in group.methods if method not in first]
-    solid = {"linestyle": "-", "linewidth": 2.2}
-    styles = {
-        name_of(method): GREY if method in others else styles[name_of(method)] | solid for method in group.methods
+    solid = {"linestyle": "-", "linewidth": 2.2, "marker": None}
+    drawn = {
+        name_of(m): {**GREY, "marker": None} if m in others else styles[name_of(m)] | solid for m in group.methods
     }
-    figure = Figure(figsize=(max(7, 1 + 3.6 * len(cells)), 3.8), dpi=150, layout="constrained")
-    panels = figure.subplots(1, len(cells), sharey=True, squeeze=False)[0]
-    for axes, (model, dataset) in zip(panels, cells, strict=True):
-        runs = {
-            name_of(method): [accuracy_of(run) for run in group.select(model, dataset, method)]
-            for method in (*others, *first)
-        }
-        steps = draw_groups(axes, runs, {name: style | {"marker": None} for name, style in styles.items()})
-        axes.set(title=f"{model} on {dataset}", xlabel="optimizer step", xscale="log", ylim=(0, 1))
+    figure = Figure(figsize=(max(7, 1 + 3.6 * len(panels)), 3.8), dpi=150, layout="constrained")
+    for axes, combination in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        runs = {name_of(method): _accuracies(group, combination, method) for method in (*others, *first)}
+        accuracy_curves(runs, zoom_steps=0, title=" on ".join(combination), styles=drawn, ax=axes)
+        axes.set(xscale="log", ylim=(0, 1), xlim=(1, None), ylabel="")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if len(steps):
-            axes.set_xlim(1, steps.max())
-    panels[0].set_ylabel("accuracy on the test part")
-    handles = [Line2D([], [], label=name, **styles[name]) for name in map(name_of, first)]
+    figure.axes[0].set_ylabel("accuracy on the test split")
+    handles = [Line2D([], [], label=name, **drawn[name]) for name in map(name_of, first)]
     handles += [Line2D([], [], label="other methods", **GREY)] if others else []
-    title = plain(group.title) or None
+    title = group.plain_title or None
     figure.legend(handles=handles, title=title, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
 
 
-def plain(title: str) -> str:
-    """Write a group's title without Markdown."""
-    return title.replace("`", "")
+def model_figures(group: Group, model: str, styles: dict[str, dict[str, Any]]) -> dict[str, Figure]:
+    """Draw the paper's two figures of a model, a panel a dataset: accuracy, and variance of the features."""
+    figures = {}
+    for kind, draw, of in (
+        ("accuracy", accuracy_curves, _accuracies),
+        ("feature_variance", feature_variance_curves, _feature_variances),
+    ):
+        figure = Figure(figsize=(4.5 * len(group.datasets), 4.2), dpi=120, layout="constrained")
+        handles: dict[str, Any] = {}
+        for axes, dataset in zip(
+            figure.subplots(1, len(group.datasets), squeeze=False)[0], group.datasets, strict=True
+        ):
+            runs = {name_of(method): of(group, (model, dataset), method) for method in group.methods}
+            if draw(runs, title=f"{model} on {dataset}", styles=styles, ax=axes) is not None:
+                handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+        if handles:
+            figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
+            figures[kind] = figure
+    return figures
 
 
-def _panels(draw: Callable[[Axes, str], bool], names: Sequence[str], title: str) -> Figure | None:
-    """Draw one panel a name, with one legend below all; None where no panel has anything to show."""
-    columns = 2 if len(names) in (2, 4) else min(3, len(names))
-    rows = math.ceil(len(names) / columns)
-    width = max(7, 4.5 * columns)
-    figure = Figure(figsize=(width, 3.8 * rows + 0.4), dpi=120, layout="constrained")
-    handles: dict[str, Any] = {}
-    if title:
-        figure.suptitle(title)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes, name in zip(grid.flat, names, strict=False):
-        if draw(axes, name):
-            found, labels = axes.get_legend_handles_labels()
-            handles |= dict(zip(labels, found, strict=True))
-        else:
-            axes.text(0.5, 0.5, "no runs", ha="center", va="center", color="0.5", transform=axes.transAxes)
-            axes.set_axis_off()
-        if axes not in grid[:, 0]:
-            axes.set_ylabel("")
-    for axes in grid.flat[len(names) :]:
-        axes.remove()
-    if not handles:
+def head_rate_figure(group: Group) -> Figure | None:
+    """Draw ENTAME's accuracy over the head learning rate: a column a base learning rate, a line a model.
+
+    Accuracies are means over datasets. With one model alone, there is a line a method. Hollow stars are the rule's
+    rates.
+    """
+    measured = {"mean of the first 10 steps": sweeps([group], early), "at the end": sweeps([group], final)}
+    several = len(group.models) > 1
+    for label, found in measured.items() if several else ():
+        measured[label] = [sweep for sweep in found if sweep.method == name_of("entame")]
+    bases = sorted({sweep.base for sweep in measured["at the end"]})
+    if not bases:
         return None
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=int(width / 1.4), frameon=False)
+    figure = Figure(figsize=(1.2 + 3.4 * len(bases), 6), dpi=120, layout="constrained")
+    panels = figure.subplots(len(measured), len(bases), sharex=True, sharey="row", squeeze=False)
+    labels = group.models if several else in_order({sweep.method for sweep in measured["at the end"]})
+    styles = _styles(labels) if several else STYLES | _styles(set(labels) - set(STYLES))
+    for row, (label, found) in zip(panels, measured.items(), strict=True):
+        row[0].set_ylabel(f"accuracy\n{label}")
+        for axes, base in zip(row, bases, strict=True):
+            axes.axvline(base, color="0.6", linewidth=1, linestyle=":", zorder=0)
+            axes.set(title=f"base learning rate {short(base)}" if label != "at the end" else "", xscale="log")
+            for name in labels:
+                same = [s for s in found if s.base == base and name == (s.combination[0] if several else s.method)]
+                if same:
+                    _draw_sweeps(axes, same, name, styles[name])
+            axes.grid(alpha=0.3)
+            axes.yaxis.set_major_formatter(PercentFormatter(100, decimals=0))
+    for axes in panels[-1]:
+        axes.set_xlabel("head learning rate")
+    handles = {name: Line2D([], [], marker="o", markersize=3, **styles[name]) for name in labels}
+    handles["the rule's rate"] = Line2D([], [], color="0.3", linestyle="", **STAR)
+    handles["the base learning rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
+    title = "ENTAME, mean over datasets" if several else f"{group.models[0]}, mean over datasets"
+    figure.suptitle(", ".join(filter(None, (title, group.plain_title))))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=2 * len(bases), frameon=False)
     return figure
+
+
+def _draw_sweeps(axes: Any, same: Sequence[Sweep], name: str, style: dict[str, Any]) -> None:
+    rates = common_rates(same)
+    means = [np.mean([mean(sweep.curve[rate]) for sweep in same]) for rate in rates]
+    axes.plot(rates, means, marker="o", markersize=3, label=name, **style)
+    rate = np.exp(np.mean(np.log([sweep.rate for sweep in same])))
+    ruled = np.mean([mean(sweep.ruled) for sweep in same])
+    axes.plot(rate, ruled, color=style["color"], linestyle="", zorder=5, **STAR)
+
+
+def _accuracies(group: Group, combination: Combination, method: str) -> list[Any]:
+    runs: Sequence[Run] = group.select(combination, method)
+    return [([*run.accuracies], [*run.accuracies.values()]) for run in runs]
+
+
+def _feature_variances(group: Group, combination: Combination, method: str) -> list[Any]:
+    return [run.energy("feature_var") for run in group.select(combination, method)]
+
+
+def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    ordered = sorted(names, key=natural)
+    return {
+        name: {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
+        for i, name in enumerate(ordered)
+    }

@@ -1,206 +1,266 @@
-"""How much hangs on the learning rate of the head, and what a rule that measures it is worth."""
+"""The head learning rate: what each value is worth, and what the rule that measures it (`head_lr: auto`) is worth."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import PercentFormatter
 
 from entame_hf import EntameTrainingArguments
-from entame_hf.plots import Series
-from entame_hf.plots.drawing import draw_groups
 
-from .figures import STYLES, plain
-from .runs import Group, Run, name_of, short
-from .statistics import within_one_error
-from .tables import MISSING, final, markdown, mean, spread
+from .groups import Combination, Group, Measure, Run, early, final, in_order, mean, name_of, short
+from .significance import LEAST_SEEDS, Values, paired, within_one_error
+from .tables import MISSING, markdown, spread, tested
 
-MEASURES: dict[str, Callable[[Run], float | None]] = {
-    "mean of the first 10 steps": lambda run: run.early,
-    "at the end": lambda run: run.final,
-}
+# Values of δ, the rule's one constant: about how far one step moves a logit.
+CANDIDATES = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0)
+# Rows written before δ could be another value do not name it.
+FIRST_DELTA = 0.25
 
-STAR: dict[str, Any] = {"marker": "*", "markerfacecolor": "none", "markeredgewidth": 1.5}
-RULE_HANDLE = {"the rule's choice": Line2D([], [], color="0.3", linestyle="", markersize=13, **STAR)}
+
+@dataclass(frozen=True)
+class Sweep:
+    """One method on one combination at one base learning rate, over head learning rates.
+
+    Args:
+        setting (`str`): The group's title.
+        base (`float`): The base learning rate.
+        method (`str`): The method's name.
+        optimizer (`str`): The optimizer's name.
+        curve (`dict[float, dict]`): What was measured at each head learning rate that was set, by seed.
+        ruled (`dict`): What was measured at the rule's rate, by seed.
+        rate (`float`): The rule's rate; the geometric mean over seeds.
+        unit (`float`): The rule's rate for δ = 1.
+    """
+
+    setting: str
+    combination: Combination
+    base: float
+    method: str
+    optimizer: str
+    curve: dict[float, Values]
+    ruled: Values
+    rate: float
+    unit: float
+
+    @property
+    def best(self) -> float:
+        return max(self.curve, key=lambda rate: mean(self.curve[rate]))
+
+    @property
+    def title(self) -> str:
+        return ", ".join(filter(None, (short(self.base), self.setting)))
 
 
 def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Split runs into those for tables, and points of curves over the learning rate of the head.
+    """Split runs into those for tables of accuracies, and those of sweeps over the head learning rate.
 
-    Methods that ran with several of those rates are curves alone; one that has its own is both.
+    A method with several head learning rates is a sweep alone; one with its own rate is both.
     """
-    rates: dict[tuple[str, str, str], set[Any]] = {}
+    rates: dict[tuple[Combination, str], set[Any]] = {}
     for run in runs:
-        rates.setdefault(_label(run), set()).add(run.settings.get("head_lr"))
+        rates.setdefault((run.combination, run.method), set()).add(run.settings.get("head_lr"))
     return (
-        [run for run in runs if len(rates[_label(run)]) == 1],
-        [run for run in runs if rates[_label(run)] != {None}],
+        [run for run in runs if len(rates[run.combination, run.method]) == 1],
+        [run for run in runs if rates[run.combination, run.method] != {None}],
     )
 
 
+def sweeps(groups: Iterable[Group], of: Measure = final) -> list[Sweep]:
+    """Arrange what was measured by combination, base learning rate and method, where rates were set and measured.
+
+    Args:
+        groups (iterable of [`Group`]): Runs that may differ in their base and head learning rates.
+        of (`Callable`, *optional*): What was measured; accuracy at the end by default.
+    """
+    found = []
+    for group in groups:
+        for combination in group.combinations:
+            by_sweep: dict[tuple[float, str], list[Run]] = {}
+            for run in group.runs:
+                if run.combination == combination:
+                    method = name_of(str(run.settings.get("entame_method", run.method)))
+                    by_sweep.setdefault((base_rate(run), method), []).append(run)
+            names = in_order(method for _, method in by_sweep)
+            for base, method in sorted(by_sweep, key=lambda key: (key[0], names.index(key[1]))):
+                found += _sweep(group.title, combination, base, method, by_sweep[base, method], of)
+    return found
+
+
+def _sweep(
+    setting: str, combination: Combination, base: float, method: str, runs: list[Run], of: Measure
+) -> list[Sweep]:
+    curve: dict[float, dict[int, float]] = {}
+    ruled: dict[int, float] = {}
+    rates, units = [], []
+    for run in sorted(runs, key=head_rate):
+        value = of(run)
+        if value is None:
+            continue
+        if run.settings.get("head_lr") == "auto":
+            ruled[run.seed] = value
+            rates.append(head_rate(run))
+            units.append(head_rate(run) / float(run.settings.get("logit_step", FIRST_DELTA)))
+        else:
+            curve.setdefault(head_rate(run), {})[run.seed] = value
+    if not curve or not ruled:
+        return []
+    optimizer = str(runs[0].settings.get("optim", "default"))
+    return [Sweep(setting, combination, base, method, optimizer, {**curve}, ruled, middle(rates), middle(units))]
+
+
 def head_rate(run: Run) -> float:
-    """Get the learning rate of a run's head: as it was set or measured, or else the base rate times its multiplier."""
+    """Return a run's head learning rate: set, measured, or the base learning rate times its multiplier."""
     given = run.settings.get("head_lr")
     rate = run.head_lr if given == "auto" else given
-    if rate is None:
-        rate = base_rate(run) * run.settings.get("head_lr_multiplier", 1)
-    return float(rate)
+    return float(base_rate(run) * run.settings.get("head_lr_multiplier", 1) if rate is None else rate)
 
 
 def base_rate(run: Run) -> float:
     return float(run.settings.get("learning_rate", EntameTrainingArguments.learning_rate))
 
 
-def head_rate_curves(group: Group, model: str, dataset: str) -> Figure | None:
-    """Draw accuracy, early and at the end, over the learning rate of the head: a column a base rate, a line a method.
-
-    Bands are one standard deviation over seeds. Hollow stars are what the rule chose (`head_lr: auto`), at the
-    geometric mean of the rates that it measured.
-
-    Args:
-        group (`Group`): runs that may differ in their base rate and that of the head.
-        model, dataset (`str`): labels.
-
-    Returns:
-        `matplotlib.figure.Figure` or `None`: there are no such runs.
-    """
-    bases = by_base(group, model, dataset)
-    rates = {head_rate(run) for runs in bases.values() for run in runs if run.settings.get("head_lr") != "auto"}
-    if len(rates) < 2:
-        return None
-    figure, panels = panels_by_base([*bases])
-    handles: dict[str, Line2D] = {}
-    for row, measure in zip(panels, MEASURES.values(), strict=True):
-        for axes, (base, runs) in zip(row, bases.items(), strict=True):
-            handles |= _panel(axes, runs, measure)
-            axes.axvline(base, color="0.6", linewidth=1, linestyle=":", zorder=0)
-    for axes in panels[:, 0]:
-        # A band may go beyond what an accuracy can be.
-        low, high = axes.get_ylim()
-        axes.set_ylim(max(low, 0), min(high, 1))
-    handles = {name: handles[name] for name in in_order(handles)}
-    if any(run.head_lr is not None for runs in bases.values() for run in runs):
-        handles |= RULE_HANDLE
-    handles["the base rate"] = Line2D([], [], color="0.6", linewidth=1, linestyle=":")
-    finish(figure, f"{model} on {dataset}", group, handles, 2 * len(bases))
-    return figure
-
-
-def panels_by_base(bases: Sequence[float]) -> tuple[Figure, Any]:
-    """Make a figure of a row a measure and a column a base rate, for accuracies over the learning rate of the head."""
-    figure = Figure(figsize=(1.2 + 3.4 * len(bases), 6), dpi=120, layout="constrained")
-    panels = figure.subplots(len(MEASURES), len(bases), sharex=True, sharey="row", squeeze=False)
-    for axes, label in zip(panels[:, 0], MEASURES, strict=True):
-        axes.set_ylabel(f"accuracy\n{label}")
-    for axes, base in zip(panels[0], bases, strict=True):
-        axes.set_title(f"base rate {short(base)}")
-    for axes in panels[-1]:
-        axes.set_xlabel("learning rate of the head")
-    return figure, panels
-
-
-def finish(figure: Figure, title: str, group: Group, handles: Mapping[str, Line2D], columns: int) -> None:
-    """Scale the axes of what was drawn; write the legend, and the title with what a group's runs have in common."""
-    for axes in figure.axes:
-        axes.set_xscale("log")
-        axes.grid(alpha=0.3)
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    figure.suptitle(", ".join(filter(None, (title, plain(group.title)))))
-    columns = min(len(handles), columns)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, frameon=False)
-
-
-def rule_table(groups: Sequence[Group]) -> str:
-    """Compare what the rule chose with the best of the rates that were set, in accuracy at the end.
-
-    Returns:
-        `str`: a table, or nothing where the rule did not choose.
-    """
-    rows = []
-    for group in groups:
-        for model, dataset in group.cells:
-            for base, runs in by_base(group, model, dataset).items():
-                curves, chosen = by_rate(runs, final)
-                for name in in_order(chosen.keys() & curves.keys()):
-                    best = max(curves[name], key=lambda rate: mean(curves[name][rate]))
-                    fixed = curves[name][best]
-                    rule = {seed: accuracy for seed, (_, accuracy) in chosen[name].items()}
-                    rows.append(
-                        [
-                            ", ".join(filter(None, (model, dataset, group.title))),
-                            short(base),
-                            name,
-                            f"{spread(fixed)} at {short(best)}",
-                            f"{spread(rule)} at {short(middle(rate for rate, _ in chosen[name].values()))}",
-                            # One seed has no error.
-                            MISSING if len(rule) < 2 else "yes" if within_one_error(fixed, rule) else "no",
-                        ]
-                    )
-    header = ["", "base rate", "method", "best rate set", "the rule's", "within one standard error"]
-    return markdown(header, rows) if rows else ""
-
-
-def by_base(group: Group, model: str, dataset: str) -> dict[float, list[Run]]:
-    """Sort the runs of a cell by their base rate."""
-    bases: dict[float, list[Run]] = {}
-    for run in group.runs:
-        if (run.model, run.dataset) == (model, dataset):
-            bases.setdefault(base_rate(run), []).append(run)
-    return dict(sorted(bases.items()))
-
-
-def by_rate(
-    runs: Sequence[Run], measure: Callable[[Run], float | None]
-) -> tuple[dict[str, dict[float, dict[int, float]]], dict[str, dict[int, tuple[float, float]]]]:
-    """Sort by method what was measured at each rate of the head that was set, and at the rate that the rule chose."""
-    curves: dict[str, dict[float, dict[int, float]]] = {}
-    chosen: dict[str, dict[int, tuple[float, float]]] = {}
-    for run in sorted(runs, key=head_rate):
-        name, value = name_in_curves(run), measure(run)
-        if value is not None and run.settings.get("head_lr") == "auto":
-            chosen.setdefault(name, {})[run.seed] = head_rate(run), value
-        elif value is not None:
-            curves.setdefault(name, {}).setdefault(head_rate(run), {})[run.seed] = value
-    return curves, chosen
-
-
-def name_in_curves(run: Run) -> str:
-    """Name what a run's line in a picture is of."""
-    return name_of(str(run.settings.get("entame_method", run.method)))
-
-
-def _panel(axes: Axes, runs: Sequence[Run], measure: Callable[[Run], float | None]) -> dict[str, Line2D]:
-    curves, chosen = by_rate(runs, measure)
-    draw_groups(axes, {name: _series_by_seed(curve) for name, curve in curves.items()}, STYLES)
-    for place, name in enumerate(in_order(chosen)):
-        rates, values = np.array([*chosen[name].values()]).T
-        bar = values.std(ddof=1) if len(values) > 1 else None
-        # One within the other where they coincide.
-        style = STAR | {"color": STYLES.get(name, {}).get("color", "0.3"), "markersize": max(6, 18 - 5 * place)}
-        axes.errorbar(middle(rates), values.mean(), bar, zorder=5, **style)
-    return {str(line.get_label()): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
-
-
-def _series_by_seed(curve: dict[float, dict[int, float]]) -> list[Series]:
-    seeds = sorted(set().union(*curve.values()))
-    points = [[(rate, values[seed]) for rate, values in curve.items() if seed in values] for seed in seeds]
-    return [([rate for rate, _ in each], [value for _, value in each]) for each in points]
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Sort names of methods as legends and tables have them."""
-    return sorted(names, key=lambda name: ([*STYLES, name].index(name), name))
-
-
 def middle(rates: Iterable[float]) -> float:
-    """Get the geometric mean: rates are compared by their ratios."""
+    """Return the geometric mean, as rates are compared by their ratios."""
     return float(np.exp(np.mean(np.log([*rates]))))
 
 
-def _label(run: Run) -> tuple[str, str, str]:
-    return run.model, run.dataset, run.method
+def rule_table(found: Sequence[Sweep]) -> str:
+    """Compare the rule with the best head learning rate that was set: one row a sweep, or nothing without sweeps."""
+    rows = [
+        [
+            ", ".join(filter(None, (*sweep.combination, sweep.setting))),
+            short(sweep.base),
+            sweep.method,
+            f"{spread(sweep.curve[sweep.best])} at {short(sweep.best)}",
+            f"{spread(sweep.ruled)} at {short(sweep.rate)}",
+            # One seed has no standard error.
+            MISSING
+            if len(sweep.ruled) < 2
+            else "yes"
+            if within_one_error(sweep.curve[sweep.best], sweep.ruled)
+            else "no",
+        ]
+        for sweep in found
+    ]
+    header = ["", "base", "method", "best rate that was set", "the rule's", "within one standard error"]
+    return markdown(header, rows) if rows else ""
+
+
+def one_rate_table(found: Sequence[Sweep]) -> str:
+    """Compare the rule with one head learning rate for all combinations: one row a base learning rate and method.
+
+    Returns:
+        `str`: A table of means over combinations, or nothing if no row has three combinations and two rates.
+    """
+    tables = {
+        key: same
+        for key, same in _together(found, lambda sweep: (sweep.title, sweep.method)).items()
+        if len(same) >= LEAST_SEEDS and len(common_rates(same)) > 1
+    }
+    columns = sorted({rate for same in tables.values() for rate in common_rates(same)})
+    rows = []
+    for (title, method), same in tables.items():
+        single = {r: {s.combination: mean(s.curve[r]) for s in same} for r in common_rates(same)}
+        ruled = _ruled(same)
+        best = max(single, key=lambda rate: mean(single[rate]))
+        chosen = [f"{pick(s.rate for s in same):.1e}".replace("e-0", "e-") for pick in (min, max)]
+        rows.append(
+            [
+                title,
+                method,
+                *(f"{mean(single[rate]):.1f}" if rate in single else MISSING for rate in columns),
+                f"{mean(ruled):.1f}, at {chosen[0]} to {chosen[1]}",
+                tested(paired(ruled, single[best])),
+                f"{np.mean([max(map(mean, s.curve.values())) for s in same]):.1f}",
+            ]
+        )
+    header = [
+        "base",
+        "method",
+        *map(short, columns),
+        "the rule's",
+        "over the best one rate",
+        "each combination's best",
+    ]
+    return markdown(header, rows) if rows else ""
+
+
+def methods_table(groups: Sequence[Group]) -> str:
+    """Compare ENTAME with other methods where each has the rule's rate: one row a base learning rate and measure."""
+    entame = name_of("entame")
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for label, of in (("first 10 steps", early), ("at the end", final)):
+        found = _together(sweeps(groups, of), lambda sweep: (sweep.title, sweep.method))
+        for title, method in found:
+            comparison = paired(_ruled(found.get((title, entame), [])), _ruled(found[title, method]))
+            if method != entame and comparison is not None and comparison.n >= LEAST_SEEDS:
+                rows.setdefault((title, label), {})[method] = tested(comparison)
+    methods = in_order(method for row in rows.values() for method in row)
+    entries = [[*labels, *(rows[labels].get(method, MISSING) for method in methods)] for labels in sorted(rows)]
+    return markdown(["base", "accuracy", *(f"over {method}" for method in methods)], entries) if rows else ""
+
+
+def delta_table(found: Sequence[Sweep]) -> str:
+    """Compare values of δ by what they cost in accuracy at the end, below the best rate that was set.
+
+    The rule's rate is proportional to δ: what it is divided by is measured before the first update. So each rate that
+    was set belongs to a δ.
+    """
+    rows: dict[tuple[str, str, str], list[dict[float, float]]] = {}
+    usable = [sweep for sweep in found if len(sweep.curve) > 1]
+    for optimizer in sorted({sweep.optimizer for sweep in usable}):
+        same = sorted((sweep for sweep in usable if sweep.optimizer == optimizer), key=lambda sweep: sweep.base)
+        for sweep in same:
+            rows.setdefault((optimizer, short(sweep.base), sweep.method), []).append(
+                delta_costs(sweep.curve, sweep.unit)
+            )
+        rows[optimizer, "all", "all"] = [delta_costs(sweep.curve, sweep.unit) for sweep in same]
+    header = ["optimizer", "base", "method", *(f"δ = {delta:g}" for delta in CANDIDATES)]
+    return markdown(header, [[*labels, *_cost_entries(costs)] for labels, costs in rows.items()]) if rows else ""
+
+
+def delta_costs(curve: Mapping[float, Values], unit: float) -> dict[float, float]:
+    """Return what each δ costs: the best mean over the rates that were set, minus that at the δ's rate.
+
+    Args:
+        curve (`dict`): Values by seed, by head learning rate.
+        unit (`float`): The rate for δ = 1.
+
+    Returns:
+        `dict[float, float]`: By δ. Means are interpolated linearly in log(rate); rates beyond the curve are left out.
+    """
+    rates = sorted(curve)
+    means = [mean(curve[rate]) for rate in rates]
+    return {
+        delta: max(means) - float(np.interp(np.log(unit * delta), np.log(rates), means))
+        for delta in CANDIDATES
+        # A computed rate may miss one that was set by rounding.
+        if rates[0] * (1 - 1e-9) <= unit * delta <= rates[-1] * (1 + 1e-9)
+    }
+
+
+def common_rates(found: Sequence[Sweep]) -> list[float]:
+    """Return the head learning rates that were set in every sweep."""
+    return sorted(set.intersection(*(set(sweep.curve) for sweep in found))) if found else []
+
+
+def _together(found: Iterable[Sweep], key: Callable[[Sweep], Any]) -> dict[Any, list[Sweep]]:
+    together: dict[Any, list[Sweep]] = {}
+    for sweep in found:
+        together.setdefault(key(sweep), []).append(sweep)
+    return together
+
+
+def _ruled(found: Sequence[Sweep]) -> Values:
+    return {sweep.combination: mean(sweep.ruled) for sweep in found}
+
+
+def _cost_entries(found: Sequence[dict[float, float]]) -> list[str]:
+    entries = []
+    for delta in CANDIDATES:
+        costs = [each[delta] for each in found if delta in each]
+        entries.append(f"{np.mean(costs):.1f}, at most {max(costs):.1f} ({len(costs)})" if costs else MISSING)
+    return entries

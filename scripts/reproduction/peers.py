@@ -1,4 +1,4 @@
-"""What ENTAME is compared with beyond the paper: trainings in two phases, and what a run of any method is told."""
+"""Peers beyond the paper: LP-FT, fastai, a decaying head learning rate; and the arguments of a run of any method."""
 
 from __future__ import annotations
 
@@ -17,54 +17,57 @@ from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.heads import find_heads
 from entame_hf.patch import frozen_backbone_parameters
 
-# What fastai trains even where the rest stands still.
+# fastai trains these in its frozen epoch too.
 _NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm)
 
 
 @dataclass
 class RunArguments(EntameTrainingArguments):
-    """Set up a run of any method: as the paper does, and what its peers need beyond."""
+    """Arguments of a run: the paper's defaults (constant learning rate, no clipping), and what peers need."""
 
     schedule: str | None = field(
         default=None,
         metadata={
-            "help": "Train in two phases, as peers do, or let the head's rate decay.",
+            "help": "Train in two phases, as peers do, or decay the head learning rate.",
             "choices": ["lp_ft", "fastai", "head_decay"],
         },
     )
-    probe_epochs: int = field(default=1, metadata={"help": "lp_ft: epochs of its first phase."})
+    probe_epochs: int = field(default=1, metadata={"help": "lp_ft: epochs of the linear probe."})
     probe_learning_rate: float | None = field(
-        default=None, metadata={"help": "lp_ft: learning rate of its first phase; by default the second's."}
+        default=None, metadata={"help": "lp_ft: learning rate of the linear probe; `learning_rate` by default."}
     )
-    decay_steps: int = field(default=1, metadata={"help": "head_decay: steps until the head is as slow as the rest."})
-    zero_head: bool = field(default=False, metadata={"help": "Set the head to zero before it is kept."})
-    max_grad_norm: float = field(default=0.0, metadata={"help": "Clip gradients to this; 0 is off, as in the paper."})
-    dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether a smaller last batch is left out."})
+    decay_steps: int = field(
+        default=1, metadata={"help": "head_decay: steps until the head has the base learning rate."}
+    )
+    zero_head: bool = field(default=False, metadata={"help": "Set the head to zero before training."})
+    max_grad_norm: float = field(
+        default=0.0, metadata={"help": "Clip gradients to this norm; 0 is off, as in the paper."}
+    )
+    dataloader_drop_last: bool = field(default=True, metadata={"help": "Whether to drop a smaller last batch."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule == "lp_ft" and not 0 < self.probe_epochs < self.num_train_epochs:
             raise ValueError(
-                f"probe_epochs={self.probe_epochs} must be at least 1 and leave an epoch of num_train_epochs="
-                f"{self.num_train_epochs:g} for the fine-tuning."
+                f"`probe_epochs={self.probe_epochs}` must be at least 1 and leave an epoch of "
+                f"`num_train_epochs={self.num_train_epochs:g}` for the fine-tuning."
             )
         if self.schedule == "fastai" and self.peak_head_lr(self.learning_rate) is not None:
-            raise ValueError("schedule=fastai says how fast the head learns: leave head_lr and its multiplier out.")
+            raise ValueError(
+                "`schedule=fastai` sets the head learning rate. Leave out `head_lr` and `head_lr_multiplier`."
+            )
 
 
 class RunTrainer(EntameTrainer):
-    """An [`EntameTrainer`] without what costs each step and is only reported."""
+    """An [`EntameTrainer`] without what costs time in each step and is only logged."""
 
-    # Where gradients are not clipped, their norm is taken for the log alone, which nobody reads.
+    # Without clipping, Trainer computes the norm for the log alone. No public hook skips it.
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return grad_norm
 
 
 class TwoPhaseTrainer(RunTrainer):
-    """Its backbone stands still, more or less, for the first of its epochs.
-
-    With the second phase, a new schedule and an optimizer without memory begin, as if it was a training of its own.
-    """
+    """Freeze the backbone, or most of it, in the first epochs; then start a new schedule and optimizer state."""
 
     optimizer: Any
     lr_scheduler: Any
@@ -75,18 +78,18 @@ class TwoPhaseTrainer(RunTrainer):
 
     @property
     def first_epochs(self) -> int:
-        """How many epochs the first phase has."""
+        """Return the number of epochs of the first phase."""
         raise NotImplementedError
 
-    def still(self) -> AbstractContextManager[None]:
-        """What stands still in the first phase does so while this context lasts."""
+    def frozen(self) -> AbstractContextManager[None]:
+        """Freeze what the first phase does not train, inside the context."""
         raise NotImplementedError
 
     def scheduler(self, phase: int, steps: int) -> LRScheduler:
-        """Build the schedule of a phase, 0 or 1, of some steps."""
+        """Build the schedule of phase 0 or 1."""
         raise NotImplementedError
 
-    # One schedule a phase. The first's begins here, where the optimizer has its groups.
+    # Each phase has its own schedule. The first starts here, as the optimizer has its groups by now.
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         first = round(num_training_steps * self.first_epochs / self.args.num_train_epochs)
         self.steps = first, num_training_steps - first
@@ -96,29 +99,28 @@ class TwoPhaseTrainer(RunTrainer):
 
 class _Phases(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.still = trainer, ExitStack()
+        self.trainer, self.stack = trainer, ExitStack()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.still.enter_context(self.trainer.still())
+        self.stack.enter_context(self.trainer.frozen())
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step == self.trainer.steps[0]:
-            self.still.close()
+            self.stack.close()
             self.trainer.optimizer.state.clear()
             self.trainer.lr_scheduler = self.trainer.scheduler(1, self.trainer.steps[1])
 
 
 class ProbeThenFineTune(TwoPhaseTrainer):
-    """LP-FT: a linear probe for `probe_epochs`, then fine-tuning for the rest of the same number of epochs.
+    """LP-FT: a linear probe for `probe_epochs`, then fine-tuning for the other epochs.
 
-    The authors keep batch normalisation in eval mode in both phases: that is `freeze_statistics`. Its mode is the same
-    in both in any case, because a head that was fitted to the features of one mode does not fit those of the other.
-    The probe's learning rate is `probe_learning_rate`, and that of the fine-tuning `learning_rate`; both are constant,
-    and neither is tuned, where the authors sweep. With `head_lr_multiplier`, the head learns faster in both phases.
+    The authors keep BatchNorm in eval mode in both phases: set `freeze_statistics`. The mode is the same in both
+    phases either way, as a head fits the features of one mode only. The learning rates are constant: `probe_learning_rate`,
+    then `learning_rate`. The authors sweep them; here they are set. `head_lr_multiplier` applies to both phases.
 
     Source: Kumar et al., [Fine-tuning can distort pretrained features and underperform
     out-of-distribution](https://arxiv.org/abs/2202.10054), 2022.
@@ -128,30 +130,30 @@ class ProbeThenFineTune(TwoPhaseTrainer):
     def first_epochs(self) -> int:
         return self.args.probe_epochs
 
-    def still(self) -> AbstractContextManager[None]:
+    def frozen(self) -> AbstractContextManager[None]:
         return frozen_backbone_parameters(self.model, find_heads(self.model))
 
     def scheduler(self, phase: int, steps: int) -> LRScheduler:
         probe = self.args.probe_learning_rate or self.args.learning_rate
         factor = probe / self.args.learning_rate if phase == 0 else 1.0
-        # Of the rates that the groups had before any schedule.
+        # Relative to the groups' own learning rates.
         return LambdaLR(self.optimizer, lambda _: factor)
 
 
 class FastaiFineTune(TwoPhaseTrainer):
     """The schedule of fastai's `Learner.fine_tune(epochs - 1, base_lr=learning_rate)`, with its defaults.
 
-    As there: one epoch with the backbone frozen but for its normalisation layers, whose running statistics go on, as
-    do their weights at a tenth of the head's rate, which is one cycle (`pct_start` 0.99, `div` 25) up to `base_lr`;
-    then all of it, at one cycle (0.3, 5) up to `base_lr` / 2 for the head, 1/100 of that for the first layers and the
-    geometric mean for those between. Each cycle ends at 1e-5 of its peak, and takes Adam's first momentum from 0.95 to
-    0.85 and back. Adam's state is cleared in between.
+    The same as in fastai: first one epoch with a frozen backbone. Its normalisation layers train, at a tenth of the
+    head learning rate, and update their running statistics. The head has one cycle (`pct_start` 0.99, `div` 25) up to
+    `base_lr`. Then all parameters train with one cycle (0.3, 5) up to `base_lr` / 2 for the head, 1/100 of that for
+    the first layers and the geometric mean for those between. Each cycle ends at 1e-5 of its peak and takes Adam's
+    first momentum from 0.95 to 0.85 and back. Adam's state is cleared between the two.
 
-    Different: the head is the architecture's own, not fastai's two layers over two poolings; Adam has no weight decay
-    (0.01 there), a second momentum of 0.999 (0.99 there) and ε of 1e-8 (1e-5 there), as all methods here; of `epochs`
-    epochs, the frozen one is the first, so that no method trains longer. fastai cuts torchvision's backbones where it
-    thinks best, a ResNet after its second stage, and timm's not at all; here it is cut after half of the parameter
-    tensors, which in a ResNet-50 is within a block of that.
+    Different from fastai: the head is the architecture's own, not two layers over two poolings. Adam has no weight
+    decay (0.01 in fastai), a second momentum of 0.999 (0.99) and ε of 1e-8 (1e-5), as all methods here. The frozen
+    epoch is one of `num_train_epochs`, so that no method trains longer. fastai cuts torchvision's backbones by hand, a
+    ResNet after its second stage, and timm's not at all; here the cut is after half of the parameter tensors, which in
+    a ResNet-50 is within a block of that.
 
     Source: [`fastai/callback/schedule.py`](https://github.com/fastai/fastai/blob/main/fastai/callback/schedule.py)
     (Apache-2.0).
@@ -165,7 +167,7 @@ class FastaiFineTune(TwoPhaseTrainer):
     def first_epochs(self) -> int:
         return 1
 
-    # Discriminative learning rates need a group each. Without decay, Trainer's own groups mean nothing.
+    # Discriminative learning rates need one group each. Without decay, Trainer's groups make no difference.
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
         optimizer = super().create_optimizer(model)
         learned = [parameter for head in self.heads() for parameter in head.module.parameters()]
@@ -179,17 +181,17 @@ class FastaiFineTune(TwoPhaseTrainer):
         return optimizer
 
     @contextmanager
-    def still(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         heads = [head.module for head in find_heads(self.model)]
         learning = [m for m in self.model.modules() if m in heads or isinstance(m, _NORMALISATIONS)]
         kept = {id(parameter) for module in learning for parameter in module.parameters()}
-        frozen = [p for p in self.model.parameters() if p.requires_grad and id(p) not in kept]
-        for parameter in frozen:
+        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in kept]
+        for parameter in others:
             parameter.requires_grad_(False)
         try:
             yield
         finally:
-            for parameter in frozen:
+            for parameter in others:
                 parameter.requires_grad_(True)
 
     def scheduler(self, phase: int, steps: int) -> LRScheduler:
@@ -209,12 +211,9 @@ class FastaiFineTune(TwoPhaseTrainer):
 
 
 class DecayingHead(RunTrainer):
-    """Let the head's learning rate fall to the base rate in a straight line, over `decay_steps`.
+    """Decay the head learning rate linearly to the base learning rate, over `decay_steps`."""
 
-    A question put to the rule that measures it: the head grows fast because it starts from nothing, which ends.
-    """
-
-    # Whatever the group's peak is, which is measured after this.
+    # Relative to the group's own learning rate, which is measured later.
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
         def factor(group: dict[str, Any], step: int) -> float:
             end = min(1.0, self.args.learning_rate / group["initial_lr"])

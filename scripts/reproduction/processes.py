@@ -1,4 +1,4 @@
-"""Runs side by side: each process trains alone, on its share of the cells and on one GPU."""
+"""Run experiments side by side: each process trains alone, on its part of them and on one GPU."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from typing import Any
 import torch
 from torch.distributed import rendezvous
 
-# By these, accelerate and transformers would make one training of all processes. LOCAL_WORLD_SIZE stays: it says how
-# many share the cores.
+# With these, accelerate and transformers would join the processes to one training. LOCAL_WORLD_SIZE stays, as it says
+# how many processes share the cores.
 _JOINING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
 _FOREVER = timedelta(days=365)
 
 
 @dataclass
 class Place:
-    """Say which of several processes this is.
+    """Say which of several launched processes this is.
 
     Args:
-        rank, world (`int`): its number, and how many there are.
-        store (`torch.distributed.Store`, *optional*): what all of them can read and write.
+        rank, world (`int`): Its number, and the number of processes.
+        store (`torch.distributed.Store`, *optional*): A store that all processes can read and write.
     """
 
     rank: int = 0
     world: int = 1
     store: Any = None
 
-    def share(self, cells: list[Any], kind: Callable[[Any], Any]) -> Iterator[Any]:
-        """Iterate over this process's part of a list that is the same in every process, then help where most is left.
+    def share(self, items: list[Any], kind: Callable[[Any], Any]) -> Iterator[Any]:
+        """Iterate over this process's part of a list, then over what is left of the longest other part.
 
-        Runs of one kind stay together: what is done once for all of them is done by few processes.
+        Items of one kind stay together, so that few processes load what they have in common.
 
         Args:
-            cells (`list`): the runs.
-            kind (`Callable`): from a run to what it has in common with others; can be sorted.
+            items (`list`): The same list in every process.
+            kind (`Callable`): Maps an item to a sortable key of what it has in common with others.
         """
-        cells = sorted(cells, key=kind)
+        items = sorted(items, key=kind)
         if self.store is None:
-            yield from cells
+            yield from items
             return
-        bounds = [len(cells) * rank // self.world for rank in range(self.world + 1)]
-        parts = [cells[start:end] for start, end in pairwise(bounds)]
+        bounds = [len(items) * rank // self.world for rank in range(self.world + 1)]
+        parts = [items[start:end] for start, end in pairwise(bounds)]
         part = self.rank
         while True:
             taken = self.store.add(f"taken/{part}", 1)
@@ -59,7 +59,7 @@ class Place:
             part = left.index(max(left))
 
     def agree(self, found: list[str]) -> list[str]:
-        """Give the first process's list in all of them: what each finds changes while the others work."""
+        """Return the first process's list in all processes, as files change while others already run."""
         if self.store is None:
             return found
         if self.rank == 0:
@@ -67,9 +67,9 @@ class Place:
         return list(json.loads(self.store.get("found")))
 
     def total(self, **counts: int) -> dict[str, int]:
-        """Wait for all processes, and add up what each counted.
+        """Wait for all processes, and add up their counts.
 
-        A launcher ends all processes when one ends with an error, so each must wait for the others before it does.
+        A launcher ends all processes when one exits with an error, so each waits for the others first.
         """
         if self.store is None:
             return counts
@@ -82,22 +82,19 @@ class Place:
 
 
 def take_place() -> Place:
-    """Read from the environment what a launcher says of this process, then forget it, and choose a GPU.
+    """Read this process's place from the launcher's environment, remove it there, and choose a GPU.
 
-    To be called before anything asks CUDA for its devices or accelerate for its state: both look once.
-
-    Returns:
-        [`Place`]: of this process alone where nothing was launched.
+    Call it before anything asks CUDA for devices or accelerate for its state, as both look only once.
     """
     world, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     place = Place()
     if world > 1:
         store, rank, world = next(rendezvous("env://"))
         place = Place(rank, world, store)
-        # Idle threads that spin would slow down the other processes.
+        # Idle threads that spin slow down the other processes.
         torch.set_num_threads(1)
     elif "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        print("accelerate has started one process: for several on one GPU, or on none, give it --multi_gpu.")
+        print("accelerate started one process. For several on one GPU, or without a GPU, type: --multi_gpu")
     for name in _JOINING:
         os.environ.pop(name, None)
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,4 @@
-"""Recipes that measure the head's rate, beside what else is done with a new head at several base rates."""
+"""Recipes, which are methods that measure the head learning rate, beside their peers at several learning rates."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from .figures import plain
-from .runs import Group, name_of, natural
-from .statistics import Values, paired, within_one_error
-from .tables import MISSING, compare, difference, early, final, markdown, mean, tested
+from .groups import Combination, Group, Measure, early, final, mean, name_of, natural
+from .significance import Values, paired, within_one_error
+from .tables import MISSING, difference, markdown, tested
 
 RECIPE = "#D55E00"
 KEEP = "#000000"
@@ -20,11 +19,10 @@ OTHER = "0.72"
 
 @dataclass(frozen=True)
 class Standing:
-    """A recipe in one cell of a group, and the best of its peers there: the methods that measure no rate."""
+    """A recipe's final accuracies on one combination of a group, and those of its peers, which measure no rate."""
 
     group: Group
-    model: str
-    dataset: str
+    combination: Combination
     recipe: str
     ours: Values
     peers: dict[str, Values]
@@ -35,12 +33,12 @@ class Standing:
 
     @property
     def reached(self) -> bool:
-        """Whether it is at or above the best, within one standard error of the difference paired by seed."""
+        """Return whether the recipe is at or above its best peer, within one standard error, paired by seed."""
         return within_one_error(self.peers[self.best], self.ours)
 
 
 def recipes_of(groups: Sequence[Group]) -> list[str]:
-    """Find the methods that measured the head's rate, where there are others to put beside them."""
+    """Return the methods that measured the head learning rate, if other methods ran beside them."""
     runs = [run for group in groups for run in group.runs]
     measured = {run.method for run in runs if run.head_lr is not None}
     others = {run.method for run in runs} - measured
@@ -48,20 +46,20 @@ def recipes_of(groups: Sequence[Group]) -> list[str]:
 
 
 def standings(groups: Sequence[Group], recipe: str) -> Iterator[Standing]:
-    """Compare a recipe with its peers in accuracy at the end, cell by cell."""
+    """Compare a recipe with its peers in accuracy at the end, combination by combination."""
     recipes = recipes_of(groups)
     for group in groups:
         peers = [method for method in group.methods if method not in recipes]
-        for model, dataset in group.cells:
-            found = {method: group.values(model, dataset, method, final) for method in peers}
+        for combination in group.combinations:
+            found = {method: group.values(combination, method, final) for method in peers}
             found = {method: values for method, values in found.items() if values}
-            ours = group.values(model, dataset, recipe, final)
+            ours = group.values(combination, recipe, final)
             if ours and found:
-                yield Standing(group, model, dataset, recipe, ours, found)
+                yield Standing(group, combination, recipe, ours, found)
 
 
 def leading(groups: Sequence[Group]) -> str:
-    """Name the recipe that is not behind in the most cells, and of such the one that ends highest."""
+    """Return the recipe that reaches its best peer most often; of equal ones, the one that ends highest."""
 
     def standing(recipe: str) -> tuple[int, float]:
         found = [*standings(groups, recipe)]
@@ -71,72 +69,98 @@ def leading(groups: Sequence[Group]) -> str:
 
 
 def counts_table(groups: Sequence[Group]) -> str:
-    """Count for each recipe the cells where it is at or above the best of its peers, one column a setting.
-
-    Returns:
-        `str`: a table, with the mean accuracies at the end and over the first ten steps of the same cells; or nothing
-        where there is no recipe.
-    """
+    """Count for each recipe the combinations where it reaches its best peer, one column a group."""
     rows = []
     for recipe in recipes_of(groups):
         found = [*standings(groups, recipe)]
         by_group = [[it.reached for it in found if it.group is group] for group in groups]
-        first = [it.group.values(it.model, it.dataset, recipe, early) for it in found]
         rows.append(
             [
                 recipe,
                 *(f"{sum(reached)} of {len(reached)}" for reached in by_group),
                 f"**{sum(it.reached for it in found)} of {len(found)}**",
-                _mean([mean(it.ours) for it in found]),
-                _mean([mean(values) for values in first if values]),
+                *(_mean_where(found, recipe, of) for of in (final, early)),
             ]
         )
-    header = ["", *(group.title for group in groups), "all", "at the end", "first 10 steps"]
-    return markdown(header, rows) if rows else ""
+    return markdown(["", *(group.title for group in groups), "all", "at the end", "first 10 steps"], rows)
 
 
 def behind_table(groups: Sequence[Group], recipe: str) -> str:
-    """Name the cells where a recipe is behind the best of its peers."""
+    """Name the combinations where a recipe is behind its best peer, and by how much."""
     rows = []
     for group in groups:
-        cells = [*standings([group], recipe)]
-        if cells:
-            rows.append([group.title, "; ".join(_behind(it) for it in cells if not it.reached) or "none"])
+        found = [*standings([group], recipe)]
+        if found:
+            rows.append([group.title, "; ".join(_behind(it) for it in found if not it.reached) or "none"])
     return markdown(["", "behind"], rows)
 
 
-def leads_table(groups: Sequence[Group], recipe: str) -> str:
-    """Test a recipe's accuracy at the end against each other method over the cells, one row a method.
+def means_table(groups: Sequence[Group]) -> str:
+    """Show each method's mean accuracies, over the first ten steps and at the end: one column a group."""
+    rows = [
+        [name_of(method), *(f"{_mean(group, method, early)}, {_mean(group, method, final)}" for group in groups)]
+        for method in _methods(groups)
+    ]
+    return markdown(["first 10 steps, at the end", *(group.title for group in groups)], rows)
 
-    Tested are the cells' mean differences: runs of one cell are alike, and no evidence of their own for others.
+
+def leads_table(groups: Sequence[Group], recipe: str) -> str:
+    """Test a recipe's lead at the end over each other method: one row a method, one column a group.
+
+    One number a combination is tested: more seeds of a combination say nothing about other combinations.
     """
-    others = dict.fromkeys(method for group in groups for method in group.methods if method != recipe)
-    rows = [[name_of(method), *(_lead(group, recipe, method) for group in groups)] for method in others]
+    rows = [
+        [name_of(method), *(_lead(group, recipe, method) for group in groups)]
+        for method in _methods(groups)
+        if method != recipe
+    ]
     return markdown([f"{recipe} over", *(group.title for group in groups)], rows)
 
 
+def own_best_table(groups: Sequence[Group], recipe: str) -> str:
+    """Compare methods where each takes its best group on every combination, such as its best learning rate.
+
+    Returns:
+        `str`: One row a method, and one for the best peer of each combination, at its best.
+    """
+    best: dict[str, dict[Combination, float]] = {}
+    for method in _methods(groups):
+        found = [group.means(method, final) for group in groups]
+        best[name_of(method)] = {
+            each: max(means[each] for means in found) for each in found[0] if all(each in means for means in found)
+        }
+    ours, recipes = best[name_of(recipe)], set(recipes_of(groups))
+    peers = [values for name, values in best.items() if name not in recipes]
+    best["best peer"] = {each: max(values[each] for values in peers if each in values) for each in ours}
+    rows = [
+        [name, f"{mean(values):.1f}" if values else MISSING, "" if values is ours else _lead_over(ours, values)]
+        for name, values in best.items()
+    ]
+    return markdown(["", "at the end", f"{recipe}'s lead"], rows)
+
+
 def standings_figure(groups: Sequence[Group], recipe: str) -> Figure:
-    """Draw the accuracy at the end of a recipe and its peers: a panel a setting, a row a cell."""
+    """Draw final accuracies of a recipe and its peers: a panel a group, a row a combination."""
     found = [*standings(groups, recipe)]
-    rows = list(dict.fromkeys((it.model, it.dataset) for it in found))
+    rows = list(dict.fromkeys(it.combination for it in found))
     figure = Figure(figsize=(4 * len(groups), 1.2 + 0.24 * len(rows)), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
     for axes, group in zip(panels, groups, strict=True):
         for it in (it for it in found if it.group is group):
-            place = rows.index((it.model, it.dataset))
+            place = rows.index(it.combination)
             for method, values in it.peers.items():
                 keeps = method == "keep"
                 axes.plot(mean(values), place, "o", ms=5, color=KEEP if keeps else OTHER, zorder=3 if keeps else 2)
             axes.plot(mean(it.ours), place, "D", ms=5.5, color=RECIPE, zorder=4)
-        axes.set(title=plain(group.title), xlabel="accuracy at the end, percent")
-        axes.set_yticks(range(len(rows)), [f"{model}, {dataset}" for model, dataset in rows])
+        axes.set(title=group.plain_title, xlabel="accuracy at the end, percent")
+        axes.set_yticks(range(len(rows)), [", ".join(row) for row in rows])
         axes.grid(axis="x", alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         # Rows of one model stand together.
         for place in range(1, len(rows)):
             if rows[place][0] != rows[place - 1][0]:
                 axes.axhline(place - 0.5, color="0.9", linewidth=0.8, zorder=0)
-    # The first row at the top, and room for the markers of the outer ones, however few rows there are.
+    # The first row at the top, with room for the markers of the outer rows.
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
     handles = [
         Line2D([], [], marker="D", linestyle="", color=RECIPE, label=recipe),
@@ -147,18 +171,30 @@ def standings_figure(groups: Sequence[Group], recipe: str) -> Figure:
     return figure
 
 
+def _methods(groups: Sequence[Group]) -> list[str]:
+    return list(dict.fromkeys(method for group in groups for method in group.methods))
+
+
+def _mean_where(found: Sequence[Standing], recipe: str, of: Measure) -> str:
+    values = [values for it in found if (values := it.group.values(it.combination, recipe, of))]
+    return f"{sum(map(mean, values)) / len(values):.1f}" if values else MISSING
+
+
+def _mean(group: Group, method: str, of: Measure) -> str:
+    means = group.means(method, of)
+    return f"{mean(means):.1f}" if means else MISSING
+
+
 def _behind(it: Standing) -> str:
-    comparison = compare(it.group, it.model, it.dataset, it.recipe, it.best, final)
+    comparison = it.group.compare(it.combination, it.recipe, it.best, final)
     by = "" if comparison is None else f" {difference(comparison)}"
-    return f"{it.model}, {it.dataset}: {name_of(it.best)}{by}"
+    return f"{', '.join(it.combination)}: {name_of(it.best)}{by}"
 
 
 def _lead(group: Group, recipe: str, method: str) -> str:
-    found = {cell: compare(group, *cell, recipe, method, final) for cell in group.cells}
-    differences = {cell: it.difference for cell, it in found.items() if it is not None}
-    comparison = paired(differences, dict.fromkeys(differences, 0.0))
-    return MISSING if comparison is None else tested(comparison)
+    found = {each: group.compare(each, recipe, method, final) for each in group.combinations}
+    return tested(paired({each: it.difference for each, it in found.items() if it is not None}), median=True)
 
 
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.1f}" if values else MISSING
+def _lead_over(ours: Values, other: Values) -> str:
+    return tested(paired(ours, other), median=True)

@@ -1,241 +1,195 @@
-"""Result lines in, a folder with a page of tables and pictures out."""
+"""Write a report: result rows in, one page of tables and its picture out."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
 from entame_hf import InputError
 from entame_hf.plots import save_figures
 
-from . import deltas, head_rates, one_rate, tables
-from .figures import model_figures, overview, styles_of
-from .findings import findings, provenance
-from .recipes import behind_table, counts_table, leading, leads_table, recipes_of, standings_figure
-from .runs import Group, groups_of, read_runs, varied_settings
+from . import head_rates, recipes, tables
+from .figures import head_rate_figure, model_figures, overview, styles_of
+from .groups import Group, Run, early, final, groups_of, natural, read_runs, varied_settings
 
 INTRODUCTION = """\
-# ENTAME and its peers
-
-Made by `python scripts/reproduce.py report` from lines of `python scripts/reproduce.py run`. ENTAME is what the
-paper's tables call MEI+FN; *keep* trains the head as the model's library initialises it, as most people do today.
-"""
-FINDINGS = """\
-Where ENTAME is ahead of another method or behind it is told by paired t-tests, one a cell: p < 0.05 after Holm's
-correction over the cells that are counted. Cells with fewer than three seeds of both are left out. Differences are in
-percentage points, with their 95 % confidence intervals."""
+`{command}` draws this page from result rows; a test checks it against them. *keep* trains the head that
+the model's library draws, with the run's settings. ENTAME is MEI+FN in the paper's tables. A combination is one model
+on one dataset."""
 READING = f"""\
 ## How to read the tables
 
-Accuracies are those of the whole test part, in percent. A ± is a 95 % confidence interval by the t distribution over
-seeds, of our means and differences as of the paper's means, and left out below three seeds. A number in brackets is
-that of seeds, and {tables.MISSING} stands where there is no run. In pictures, bands and error bars are one standard
-deviation over seeds around the mean.
+Accuracies are in percent. A ± is a 95 % confidence interval by the t distribution over seeds, left out below three
+seeds; the number of seeds stands in brackets, and {tables.MISSING} where there is no run. "First 10 steps" is the mean of
+the accuracies after each of the first 10 steps, "at the end" the last evaluation. Bold are the best mean and those
+within one standard error of it, paired by seed. Differences are in percentage points."""
+ENTAME = """\
+## ENTAME and each other method
 
-- **Accuracy over the first 10 steps**: the mean of the accuracies after each of them, of every method.
-- **Accuracy at the end**: of the last evaluation.
+Means over combinations. "ENTAME's lead" is the range of its mean lead over combinations; the last column counts the
+combinations where it is ahead, behind, or neither, by paired t-tests over seeds (p < 0.05 after Holm's correction)."""
+NOISE = """\
+### Noise in the first error
 
-  In the tables of accuracies, bold are the best mean and those within one standard error of it, paired by seed."""
-READING_OF_ENTAME = """ Below
-  each, ENTAME is held against each other method by paired t-tests: ENTAME's accuracy minus the other's in percentage
-  points, where both have three seeds. Methods are told apart where p < 0.05 after Holm's correction over the
-  comparisons of the table.
-- **Noise in the first error**: the share of the estimates in the energy of Base's error, at the first training batch,
-  before any update, in percent.
-- **Gain over the first 10 steps**: the mean of the accuracies after each of the first 10 steps, ENTAME's minus Base's,
-  in percentage points and paired by seed, with the p-value of the paired t-test.
-- **Steps to where others end**: the first evaluated step at which ENTAME has the accuracy with which another method of
-  the same seed ends, over all steps of that method; the median over seeds, the quartiles, and the number of seeds.
-  Nothing is interpolated between evaluations, which errs against ENTAME. A seed that never gets there counts as ∞."""
-NOISE_DIFFERS = "The paper does not define its percentage: compare orders and directions with it, not digits."
-ACCURACIES = {"Accuracy over the first 10 steps": tables.early, "Accuracy at the end": tables.final}
-PICTURES = {
-    "accuracy": "Accuracy over the steps",
-    "peers": "ENTAME beside other methods",
-    "feature_variance": "Variance of the classifier's input",
-}
+The share of the estimates in the energy of Base's error at the first training batch, before any update, in percent. The
+paper does not define its percentage: compare orders and directions, not digits."""
 RECIPES = """\
-Methods that measure the learning rate of the head, beside the others in accuracy at the end. Counted are the cells, a
-model and a data set each, where it is at or above the best of the others, within one standard error of the difference,
-paired by seed; then the mean accuracies over these cells.
+## Recipes
 
-{table}
-"""
-BEHIND = """\
-Where {recipe} is behind, and by how many percentage points:
+A recipe is a method that measures the head learning rate. Counted are the combinations where it is at or above the best
+of the other methods, within one standard error of the difference, paired by seed; then the mean accuracies there.
+
+{counts}
+
+Where {recipe} is behind its best peer, and by how many percentage points:
 
 {behind}
 
-{recipe} over each other method in accuracy at the end, in percentage points: the mean over cells of the differences
-paired by seed, with its 95 % confidence interval, the p-value of its t-test, and the number of cells. One number a
-cell is tested: more seeds of a cell say nothing of other cells.
+Mean accuracy over combinations:
+
+{means}
+
+Lead of {recipe} at the end: the mean over combinations with its 95 % confidence interval, the median, the p-value of
+the t-test over combinations, and their number.
 
 {leads}
 """
-RULE = """\
-Accuracy at the end with the rate that the rule measured (`head_lr: auto`), beside the best of the rates that were set;
-within one standard error of the difference, paired by seed. Which rate is best is read off the same runs.
+OWN_BEST = """\
+Each method at its own best of these settings on every combination, chosen by the same runs; and the best of all other
+methods and settings that measure no rate:
 
-{table}
+{own_best}
 """
-DELTAS = """\
-The rule's rates are proportional to its δ, how far a step may move a logit, so the rates that were set are those of
-other δ: δ(rate) = rate · δ of `auto` ÷ the rate that it measured, which is the geometric mean over seeds. Below is
-what each δ costs in accuracy at the end, in percentage points: the best mean over the rates that were set, minus the
-mean at the δ's rate, interpolated linearly in log(rate). Each row has the mean over its settings (model, data set,
-base rate and method), the largest, and their number. A setting where the δ's rate lies outside of those that were set
-is left out, so compare columns of equal numbers.
-
-{table}
-"""
-ONE_RATE = """\
-One rate for all cells, beside a rate of its own for each, measured by the rule: accuracy at the end, the mean over the
-cells of a base rate and method. Then by how much the rule's is over the best of those columns, in percentage points
-and paired by cell, with its 95 % confidence interval, the p-value of its t-test, and the number of cells; and the mean
-of each cell's best rate set. Both bests are read off the same runs, which favours them.
-
-{table}
-"""
-METHODS = """\
-ENTAME over other methods where each has the rule's rate, in percentage points and paired by cell, as above:
-
-{table}
-"""
+HEAD_RATES = {
+    "one rate": """\
+One head learning rate for all combinations, beside the rule's own for each: mean accuracy at the end. Then the rule's
+lead over the best column, paired by combination, with its 95 % confidence interval, p-value and number of combinations;
+and the mean of each combination's best. Both bests are chosen by the same runs, which favours them.""",
+    "methods": """\
+ENTAME's lead over other methods where each has the rule's rate, paired by combination:""",
+    "deltas": """\
+What each δ costs at the end, in percentage points: the best mean over the head learning rates that were set, minus the
+mean at the δ's rate, interpolated linearly in log(rate). A row has the mean over its sweeps, the largest, and their
+number. A sweep whose rates do not reach the δ's is left out, so compare columns with equal numbers.""",
+    "rule": """\
+Accuracy at the end with the rate that the rule measured (`head_lr: auto`), beside the best of the rates that were set,
+which is chosen by the same runs:""",
+}
 
 
-def write_report(results: list[Path], output: Path) -> list[Path]:
-    """Write `report.md` and the pictures it shows; the same lines give the same bytes.
+def write_report(results: list[Path], output: Path, all_pictures: bool = False) -> list[Path]:
+    """Write `report.md` and its picture; the same rows give the same page.
 
     Args:
-        results (list of `Path`): files of result lines, of any suites.
-        output (`Path`): a folder, which is made where it is missing. Files of these names are replaced.
+        results (`list[Path]`): Parquet files of any suites.
+        output (`Path`): The folder to write to; files of these names are replaced.
+        all_pictures (`bool`, *optional*, defaults to `False`):
+            Whether to draw the accuracy and feature variance of every model too.
 
     Returns:
-        `list[Path]`: what was written, the page first.
+        `list[Path]`: The page and the pictures.
 
     Raises:
-        [`InputError`]: a file is missing, or a line is none of a run. Nothing is written then.
+        InputError: A file is missing or holds other rows.
     """
     runs = read_runs(results)
     varied = varied_settings(runs)
-    compared, points = head_rates.split(runs)
+    compared, swept = head_rates.split(runs)
     groups = groups_of(compared, varied, beside={"head_lr", "logit_step"})
-    curves = groups_of(points, varied, beside={"head_lr", "logit_step", "learning_rate"})
+    curves = groups_of(swept, varied, beside={"head_lr", "logit_step", "learning_rate"})
     figures: dict[str, Figure | None] = {}
-    if recipes_of(groups):
-        shown = [_recipes(groups, figures), READING]
-        body = ["\n\n".join([_heading(group), *_accuracies(group)]) for group in groups]
-    else:
-        shown = _shown(groups, figures) if groups else []
-        body = [_section(group, figures, styles_of(groups)) for group in groups]
-    body += [_head_rates(curves, figures)]
-    top = [INTRODUCTION.strip(), *shown]
-    end = ["## The runs", _list(provenance(runs))]
+    page = _head_rates(curves)
+    if recipes.recipes_of(groups):
+        recipe = recipes.leading(groups)
+        figures["overview"] = recipes.standings_figure(groups, recipe)
+        page = [*_recipes(groups, recipe), *page]
+    elif any("entame" in group.methods for group in groups):
+        figures["overview"] = overview(groups[0], styles_of(groups))
+    elif len(curves) == 1:
+        figures["overview"] = head_rate_figure(curves[0])
+    if figures.get("overview"):
+        page = ["![Accuracy](overview.png)", *page]
+    for group in groups:
+        page += _tables(group)
+        for model in group.models if all_pictures else ():
+            for kind, figure in model_figures(group, model, styles_of(groups)).items():
+                figures["_".join(_plain(label) for label in (kind, group.title, model) if label)] = figure
+    command = f"python scripts/reproduce.py report --results {' '.join(path.name for path in results)}"
+    page = [f"# {', '.join(sorted({run.row['suite'] for run in runs}))}", INTRODUCTION.format(command=command), *page]
+    page += [READING, "## The runs", *_provenance(runs)]
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {output} cannot be made: {error.strerror}. Name a folder.") from error
-    page = output / "report.md"
-    page.write_text("\n\n".join([*top, *filter(None, body), *end]) + "\n", encoding="utf-8")
-    return [page, *(output / name for name in save_figures(figures, output))]
+    (output / "report.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
+    return [output / "report.md", *(output / name for name in save_figures(figures, output))]
 
 
-def _shown(groups: list[Group], figures: dict[str, Figure | None]) -> list[str]:
-    """Draw the first glance, and say what the lines show of ENTAME, where they have it."""
-    if not any("entame" in group.methods for group in groups):
-        return [READING]
-    picture = _picture(figures, overview(groups[0], styles_of(groups)), "Accuracy over the steps", "overview")
-    return [picture, "## What the lines show", _list(findings(groups)), FINDINGS, READING + READING_OF_ENTAME]
+def _recipes(groups: Sequence[Group], recipe: str) -> list[str]:
+    texts = {
+        "counts": recipes.counts_table(groups),
+        "behind": recipes.behind_table(groups, recipe),
+        "means": recipes.means_table(groups),
+        "leads": recipes.leads_table(groups, recipe),
+    }
+    page = [RECIPES.format(recipe=recipe, **texts).strip()]
+    if len(groups) > 1:
+        page.append(OWN_BEST.format(own_best=recipes.own_best_table(groups, recipe)).strip())
+    return page
 
 
-def _recipes(groups: list[Group], figures: dict[str, Figure | None]) -> str:
-    """Put recipes beside their peers, and the one that stands best more closely."""
-    recipe = leading(groups)
-    text = f"Accuracy at the end of {recipe} and of other methods"
-    closely = BEHIND.format(recipe=recipe, behind=behind_table(groups, recipe), leads=leads_table(groups, recipe))
-    return "\n\n".join(
-        [
-            _picture(figures, standings_figure(groups, recipe), text, "overview"),
-            "## Recipes",
-            RECIPES.format(table=counts_table(groups)).strip(),
-            closely.strip(),
-        ]
-    )
+def _head_rates(curves: Sequence[Group]) -> list[str]:
+    found = head_rates.sweeps(curves)
+    texts = {
+        "one rate": head_rates.one_rate_table(found),
+        "methods": head_rates.methods_table(curves),
+        "deltas": head_rates.delta_table(found),
+        "rule": head_rates.rule_table(found),
+    }
+    page = [part for name, table in texts.items() if table for part in (HEAD_RATES[name], table)]
+    return ["## The head learning rate", *page] if page else []
 
 
-def _section(group: Group, figures: dict[str, Figure | None], styles: dict[str, dict[str, Any]]) -> str:
-    """Write the tables of one setting, and draw its pictures."""
-    parts = [_heading(group)]
+def _tables(group: Group) -> list[str]:
+    page = [f"## Runs with {group.title}"] if group.title else []
+    if "entame" in group.methods and len(group.methods) > 1 and not recipes.recipes_of([group]):
+        page += [ENTAME, tables.entame_table(group)]
     if "base" in group.methods:
-        parts += ["### Noise in the first error", tables.noise_table(group), NOISE_DIFFERS]
-    if {"base", "entame"} <= set(group.methods):
-        parts += ["### Gain over the first 10 steps", tables.gain_table(group)]
-    parts += _accuracies(group, verdicts=True)
-    steps = tables.steps_table(group)
-    parts += ["### Steps to where others end", steps] if steps else []
-    drawn = {model: model_figures(group, model, styles) for model in group.models}
-    for kind, heading in PICTURES.items():
-        if kind == "peers" and "entame" not in group.methods:
-            heading = "Methods beside each other"
-        pictures = [
-            _picture(figures, figure, f"{heading}: {model}", kind, group.title, model)
-            for model in group.models
-            if (figure := drawn[model][kind]) is not None
-        ]
-        parts += [f"### {heading}", *pictures] if pictures else []
-    return "\n\n".join(filter(None, parts))
-
-
-def _heading(group: Group) -> str:
-    return f"## Runs with {group.title}" if group.title else "## Tables"
-
-
-def _accuracies(group: Group, verdicts: bool = False) -> list[str]:
-    """Write the accuracies of one setting, and where ENTAME is above and below others in them."""
-    parts = []
-    for heading, measure in ACCURACIES.items():
+        page += [NOISE, tables.noise_table(group)]
+        if "entame" in group.methods:
+            page += ["### ENTAME's gain over Base in the first 10 steps", tables.gain_table(group)]
+    for heading, of in {"first 10 steps": early, "at the end": final}.items():
         for dataset in group.datasets:
-            parts += [f"### {heading}, {dataset}", tables.accuracy_table(group, dataset, measure)]
-            parts += [_list(tables.verdicts(group, dataset, measure))] if verdicts else []
-    return parts
+            page += [f"### Accuracy, {heading}, {dataset}", tables.accuracy_table(group, dataset, of)]
+    return page
 
 
-def _head_rates(curves: list[Group], figures: dict[str, Figure | None]) -> str:
-    rule = head_rates.rule_table(curves)
-    parts = [RULE.format(table=rule).strip()] if rule else []
-    single = one_rate.one_rate_table(curves)
-    parts += [ONE_RATE.format(table=single).strip()] if single else []
-    beside = one_rate.methods_table(curves)
-    parts += [METHODS.format(table=beside).strip()] if beside else []
-    costs = deltas.delta_table(curves)
-    parts += [DELTAS.format(table=costs).strip()] if costs else []
-    for group in curves:
-        for method in one_rate.methods_of(group):
-            figure = one_rate.one_rate_figure(group, method)
-            if figure is not None:
-                text = f"Accuracy of all models over the learning rate of the head: {method}"
-                parts.append(_picture(figures, figure, text, "all_models", group.title, method))
-        for model, dataset in group.cells:
-            figure = head_rates.head_rate_curves(group, model, dataset)
-            if figure is not None:
-                text = f"Accuracy over the learning rate of the head: {model} on {dataset}"
-                parts.append(_picture(figures, figure, text, "head_rates", group.title, model, dataset))
-    return "\n\n".join(["## The learning rate of the head", *parts]) if parts else ""
+def _provenance(runs: Sequence[Run]) -> list[str]:
+    """Say how many runs there are, where they ran, with which versions, and how long they took."""
+    seeds = Counter((*run.combination, run.method, str(run.settings)) for run in runs).values()
+    said = [f"{len(runs):,} runs; seeds of each: {_listed(map(str, seeds))}."]
+    for device in sorted({run.row["device"] for run in runs}):
+        here = [run.row for run in runs if run.row["device"] == device]
+        # Runs that share a device share its time.
+        took = sum(row["seconds"] / row["processes"] for row in here)
+        said.append(
+            f"{device}: {len(here):,} runs in {took / 60:,.1f} minutes of the device, "
+            f"{_listed(str(row['processes']) for row in here)} at a time."
+        )
+    names = sorted({name for run in runs for name in run.row["versions"]})
+    versions = (f"{name} {_listed(run.row['versions'].get(name, '') for run in runs)}" for name in names)
+    said += [f"Versions: {', '.join(versions)}.", f"Commits: {_listed(run.row['commit'] or '' for run in runs)}."]
+    said += [f"`{command}`" for command in sorted({run.row["command"] for run in runs})]
+    return ["\n".join(f"- {each}" for each in said)]
 
 
-def _picture(figures: dict[str, Figure | None], figure: Figure, text: str, *labels: str) -> str:
-    """Keep a figure under a name made of labels, and write the link to it."""
-    name = "_".join(re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.") for label in labels if label)
-    # Labels may differ in other characters alone.
-    while name in figures:
-        name += "-"
-    figures[name] = figure
-    return f"![{text}]({name}.png)"
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(sorted(set(values) - {""}, key=natural)) or "unknown"
 
 
-def _list(items: Iterable[str]) -> str:
-    return "\n".join(f"- {item}" for item in items)
+def _plain(label: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")
