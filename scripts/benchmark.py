@@ -1,14 +1,16 @@
-"""Measure what ENTAME costs, each ratio side by side in one process; one JSON line a measurement.
+"""Measure what ENTAME costs, each ratio side by side in one run; one JSON line a measurement.
 
 python scripts/benchmark.py overhead      a training step of EntameTrainer over one of Trainer (needs a GPU)
-python scripts/benchmark.py energy        training steps whose error is measured over steps that are not
-python scripts/benchmark.py apply         apply_entame on a ViT-L, beyond drawing its head's numbers
+python scripts/benchmark.py energy        a training step with energies measured over one without
+python scripts/benchmark.py apply         apply_entame on a ViT-L, beyond drawing its head
 python scripts/benchmark.py import        importing entame_hf after transformers' Trainer
 python scripts/benchmark.py save          saving a ViT-B with EntameTrainer over saving it with Trainer
 python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
-python scripts/benchmark.py throughput    images a second from the device, by Trainer's usual transforms, and by ours
-python scripts/benchmark.py first_batch   from the start of a training on 50,000 files to its first batch
-python scripts/benchmark.py scaling       the same batch a process on one GPU and on 2, 4... of one host
+python scripts/benchmark.py throughput    images a second of our input and of usual transforms, over resident images
+python scripts/benchmark.py first_batch   from train() on 50,000 files to the first batch
+python scripts/benchmark.py scaling       the same batch a process on 1, 2, 4... GPUs of one host
+
+All but scaling use one GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from entame_hf import EntameTrainer, apply_entame, find_heads
 
 
 def apply(options: argparse.Namespace) -> dict[str, Any]:
-    """Time `apply_entame` on a ViT-L of 1,000 classes, and drawing as many numbers as its head has."""
+    """Time `apply_entame` on a ViT-L with 1,000 classes, beyond drawing as many numbers as its head has."""
     total, drawing = [], []
     for _ in range(options.repeats):
         model = timm.create_model("vit_large_patch16_224")
@@ -60,7 +62,7 @@ def apply(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def import_time(options: argparse.Namespace) -> dict[str, Any]:
-    """Time `import entame_hf` in fresh processes that have imported Trainer."""
+    """Time `import entame_hf` in fresh processes that imported Trainer."""
     code = (
         "import time; from transformers import Trainer, TrainingArguments; start = time.perf_counter(); "
         "import entame_hf; print(time.perf_counter() - start)"
@@ -70,7 +72,7 @@ def import_time(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def save(options: argparse.Namespace) -> dict[str, Any]:
-    """Save a ViT-B of 1,000 classes, folded and as Trainer does, taking turns, to memory: disks have hiccups."""
+    """Save a ViT-B with 1,000 classes with both trainers in turn, to memory, as disks have hiccups."""
 
     def peak_memory() -> int:
         status = Path("/proc/self/status").read_text()
@@ -86,7 +88,7 @@ def save(options: argparse.Namespace) -> dict[str, Any]:
     for repeat in range(options.repeats + 1):
         times, memory = {}, {}
         for name in sorted(trainers, reverse=bool(repeat % 2)):
-            # Forget the peak of the other one.
+            # Reset the peak.
             Path("/proc/self/clear_refs").write_text("5")
             before, start = peak_memory(), time.perf_counter()
             trainers[name].save_model()
@@ -110,7 +112,7 @@ def save(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cpu_layout(options: argparse.Namespace) -> dict[str, Any]:
-    """Time a training step of several families in both memory formats, taking turns."""
+    """Time a training step of several families in both memory formats, in turn."""
     results = {}
     for name, side, batch in (
         ("tf_efficientnet_lite0", 64, 64),
@@ -154,19 +156,28 @@ def main() -> None:
     }
     parser.add_argument("what", choices=measurements)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=50, help="steps a run is timed over")
+    parser.add_argument("--steps", type=int, default=50, help="steps to time")
     parser.add_argument("--batch", type=int, default=256, help="images a step")
     feeding = parser.add_argument_group("throughput")
     feeding.add_argument("--models", nargs="+", default=["resnet50", "vit_small_patch16_224"])
     feeding.add_argument("--size", type=int, default=224, help="side of the model's images")
     feeding.add_argument("--compile", action="store_true", help="train with torch.compile")
     feeding.add_argument("--images", type=int, default=12800, help="images of an epoch")
-    feeding.add_argument("--pairs", type=int, default=5, help="epochs on the device and of ours, which take turns")
+    feeding.add_argument("--pairs", type=int, default=5, help="rounds of epochs that take turns")
     feeding.add_argument("--augmentations", nargs="+", default=["flip", "random_resized_crop"])
-    feeding.add_argument("--workers", nargs="*", type=int, default=[0, 4, os.cpu_count()], help="of the usual way")
-    feeding.add_argument("--usual_steps", type=int, default=8, help="steps that the usual way is timed over")
-    parser.add_argument("--results", type=Path, help="file that the JSON line is appended to")
+    feeding.add_argument(
+        "--workers",
+        nargs="*",
+        type=int,
+        default=[0, 4, os.cpu_count()],
+        help="DataLoader workers of the usual transforms",
+    )
+    feeding.add_argument("--usual_steps", type=int, default=8, help="steps to time the usual transforms over")
+    parser.add_argument("--results", type=Path, help="file to append the JSON line to")
     options = parser.parse_args()
+    if options.what != "scaling":
+        # Plain Trainer would use several GPUs through DataParallel, where some models fail.
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     line = {
         "what": options.what,
         **measurements[options.what](options),

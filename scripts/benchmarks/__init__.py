@@ -1,1 +1,1 @@
-"""What `scripts/benchmark.py` measures."""
+"""Measurements of `scripts/benchmark.py`."""

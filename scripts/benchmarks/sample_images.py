@@ -1,4 +1,4 @@
-"""Files of images to train on."""
+"""Draw image files to train on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw
 
 
 def draw_image(path: Path, width: int, height: int) -> None:
-    """Write an image that compresses as photographs do: smooth fields, texture, shapes and a little noise."""
+    """Write an image that compresses like a photograph: smooth fields, texture, shapes and a little noise."""
     random = np.random.default_rng(int(path.stem))
     fields = [
         random.integers(0, 256, (6, 8, 3), dtype=np.uint8),
@@ -29,7 +29,7 @@ def draw_image(path: Path, width: int, height: int) -> None:
     for _ in range(8):
         x, y, side = (int(random.integers(0, limit)) for limit in (width, height, width // 4 + 1))
         canvas.ellipse([x, y, x + side, y + side], fill=tuple(int(v) for v in random.integers(0, 256, 3)))
-    # The usual large photograph of a data set, and the usual small picture.
+    # Large photographs usually are JPEG files, small pictures PNG files.
     options: dict[str, Any] = {"format": "JPEG", "quality": 90} if path.suffix == ".jpg" else {"format": "PNG"}
     data = io.BytesIO()
     image.save(data, **options)
@@ -37,6 +37,7 @@ def draw_image(path: Path, width: int, height: int) -> None:
 
 
 def draw_images(folder: Path, count: int, size: int) -> None:
+    """Write images of ten classes: JPEG files of 500×375 px, or PNG files of `size` if that is at most 64."""
     width, height, suffix = (500, 375, ".jpg") if size > 64 else (size, size, ".png")
     paths = [folder / str(i % 10) / f"{i}{suffix}" for i in range(count)]
     for path in paths[:10]:

@@ -1,4 +1,4 @@
-"""How a training scales over the GPUs of one host, and what feature statistics of the global batch cost there.
+"""Time a training on several GPUs of one host, and the cost of feature statistics over the global batch.
 
 `scripts/benchmark.py scaling` starts this module in one process a GPU.
 """
@@ -35,28 +35,28 @@ from .timers import BlockTimer, EpochTurns
 
 SCRIPTS = Path(__file__).parents[1]
 PASSED_ON = ("size", "batch", "repeats")
-# Images are decoded in the first epoch, and the second runs as all that follow.
+# The first epoch decodes the images; from the second on, epochs are alike.
 WARM_UP_EPOCHS = 2
-# Steps that are timed as one, and steps before the first of them: the error's energies are measured in the first 20.
+# Steps of a block, and steps before the first block: the first 20 measure energies.
 BLOCK, WARM_UP = 10, 30
 
 
 def scaling(options: argparse.Namespace) -> dict[str, Any]:
-    """Train with the same batch a process on one GPU and on 2, 4... of them, through the project's own input.
+    """Train with the same batch a process on 1, 2, 4... GPUs, from files.
 
-    A training on one GPU and one on several are there at the same time, and their epochs take turns, as the machine's
-    pace changes. Every process reads as many images as the one on one GPU does, and an epoch includes the wait for its
-    first batch. On all GPUs, blocks of steps of one more training take turns: with statistics of the global batch, and
-    with those that each process takes of its own part. Without a GPU, two processes share the CPU.
+    A training on one GPU and one on several take turns, epoch by epoch, as machines change their pace. Every process
+    reads as many images as the training on one GPU. An epoch includes the wait for its first batch. On all GPUs, one
+    more training has blocks of steps with feature statistics of the global batch and of each process's own batch, in
+    turn. Without a GPU, two processes share the CPU.
     """
     most = torch.cuda.device_count() if torch.cuda.is_available() else 2
     counts = [count for count in (2, 4, 8) if count <= most]
     if not counts:
-        raise SystemExit("scaling compares one GPU with several: there is one.")
+        raise SystemExit("scaling compares one GPU with several, and this host has one.")
     results: dict[str, Any] = {"model": options.models[0], **{name: getattr(options, name) for name in PASSED_ON}}
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        # A few more than are trained on: some are set aside.
+        # A few more than are trained on, for the validation split.
         draw_images(Path(folder) / "images", int(1.002 * options.images * counts[-1]) + 20, options.size)
         print(f"drew the images in {time.perf_counter() - start:.0f} s", flush=True)
         for count in counts:
@@ -71,15 +71,15 @@ def scaling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def train_by_turns(options: argparse.Namespace, folder: str, blocks: dict[int, int]) -> None:
-    """Start a training for each number of processes, and end all where one fails.
+    """Start a training for each number of processes; if one fails, end all.
 
     Args:
-        options (`argparse.Namespace`): the benchmark's.
-        folder (`str`): where they find images, tell each other whose turn it is, and leave what they measured.
-        blocks (`dict[int, int]`): numbers of processes, in the order of turns, and blocks of steps to time afterwards.
+        options (`argparse.Namespace`): The benchmark's options.
+        folder (`str`): The folder of the images, of the file that says whose turn it is, and of the measurements.
+        blocks (`dict[int, int]`): Blocks of steps to time after the epochs, by number of processes, in order of turns.
 
     Raises:
-        RuntimeError: a training failed.
+        RuntimeError: A training failed.
     """
     Path(folder, "turn").unlink(missing_ok=True)
     paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -108,7 +108,7 @@ def train_by_turns(options: argparse.Namespace, folder: str, blocks: dict[int, i
 
 
 def _compare_counts(count: int, one: dict[str, Any], several: dict[str, Any]) -> dict[str, Any]:
-    """Compare each epoch on several GPUs with the one on a single GPU before it: as long, and of as many steps."""
+    """Compare each epoch on several GPUs with the epoch on one GPU before it, which has as many steps."""
     ratios = [alone / together for alone, together in zip(one["seconds"], several["seconds"], strict=True)]
     return {
         f"images_per_second_1_beside_{count}": one["images"] / median(one["seconds"]),
@@ -120,7 +120,7 @@ def _compare_counts(count: int, one: dict[str, Any], several: dict[str, Any]) ->
 
 
 def _compare_statistics(own: list[float], together: list[float]) -> dict[str, Any]:
-    """Compare each block with the mean of those around it."""
+    """Compare each block with the mean of the blocks around it."""
     around = [(before + after) / 2 for before, after in pairwise(own)]
     ratios = [block / other for block, other in zip(together, around, strict=False)]
     return {
@@ -133,7 +133,7 @@ def _compare_statistics(own: list[float], together: list[float]) -> dict[str, An
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Train in this process, beside the others of its launch; the first one writes down what it measured."""
+    """Train in this process, beside the others of its launch; the first process writes what it measured."""
     datasets.config.HF_DATASETS_CACHE = options.folder
     rows: Any = load_splits(data_dir=str(options.folder / "images"), test_fraction=0.001).train
     rows = rows.select(range(options.images))
@@ -149,7 +149,7 @@ def worker(options: argparse.Namespace) -> None:
     trainer_of(options, args, data, turns).train()
     measured: dict[str, Any] = {"images": epoch * options.batch * args.world_size, "seconds": turns.seconds}
     if options.blocks:
-        # The last has none after it that it could be compared with: there is one more.
+        # One more block, so that the last one has one after it.
         args.max_steps = WARM_UP + BLOCK * (options.blocks + 1) + 1
         trainer = trainer_of(options, args, data)
         settings = {"own": partial(synchronise, trainer, False), "together": partial(synchronise, trainer, True)}
@@ -165,13 +165,13 @@ def trainer_of(options: argparse.Namespace, args: Any, data: Any, *callbacks: Tr
     torch.manual_seed(0)
     model = model_of(options.model, options.size)
     trainer = EntameTrainer(model, args, train_dataset=data, callbacks=list(callbacks))
-    # What is logged is not what is asked for here.
+    # The log is not the result here.
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def synchronise(trainer: EntameTrainer, sync: bool) -> None:
-    """Say whether feature statistics are those of the global batch from now on."""
+    """Set whether feature statistics are those of the global batch."""
     for _, leaf in normalised_heads(trainer.model):
         leaf.znorm.sync = sync
 

@@ -1,4 +1,4 @@
-"""What a training step costs: ours beside Trainer's, and measured for its error beside not."""
+"""Time a training step: EntameTrainer's beside Trainer's, and with energies measured beside without."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from .timers import BlockTimer, StepTimer
 
 
 def train(kind: type[Trainer], options: argparse.Namespace, args: TrainingArguments, timer: TrainerCallback) -> None:
-    """Train on images that lie on the device, so that nothing but the step is left to time: a ResNet-50 at 224 px on
-    a GPU, and an EfficientNet-Lite0 at 64 px on a CPU.
-    """
+    """Train on images on the device: a ResNet-50 at 224 px on a GPU, an EfficientNet-Lite0 at 64 px on a CPU."""
     name, side = ("resnet50", 224) if args.device.type == "cuda" else ("tf_efficientnet_lite0", 64)
     torch.manual_seed(0)
     data = OnDevice(4 * options.batch, side)
     trainer = kind(model_of(name, side), args, train_dataset=data, data_collator=data.collate, callbacks=[timer])
-    # What is logged is not what is asked for here.
+    # The log is not the result here.
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 
@@ -47,7 +45,7 @@ def quiet_arguments(options: argparse.Namespace, kind: type[TrainingArguments], 
 
 
 def overhead(options: argparse.Namespace) -> dict[str, Any]:
-    """Time steps of both trainers in bf16 on a GPU."""
+    """Time steps of both trainers in bf16 on a GPU, in pairs."""
 
     def seconds_per_step(kind: type[Trainer]) -> float:
         timer = StepTimer(skip=25)
@@ -57,10 +55,10 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
 
     pairs = []
     for repeat in range(options.repeats + 1):
-        # Neither is always the one that runs on a card warmed by the other.
+        # Each runs first in half of the pairs, as the second one runs on a warm card.
         order = (Trainer, EntameTrainer) if repeat % 2 else (EntameTrainer, Trainer)
         times = {kind.__name__: seconds_per_step(kind) for kind in order}
-        if repeat:  # The first pair pays for cuDNN's choice of kernels.
+        if repeat:  # cuDNN chooses its kernels in the first pair.
             pairs.append(times)
     ratios = [pair["EntameTrainer"] / pair["Trainer"] for pair in pairs]
     return {
@@ -75,15 +73,15 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def energy(options: argparse.Namespace) -> dict[str, Any]:
-    """Time blocks of ten steps of one training that take turns: none measured, one (as scripts/finetune.py logs), all.
+    """Time blocks of ten steps of one training in turn: no step measured, one (as scripts/finetune.py logs), all.
 
-    Their order stays the same, and each block is compared with the unmeasured ones before and after it.
+    Each block is compared with the unmeasured blocks before and after it.
     """
     steps, skip = 10, 30
     cadences = {"none": 0, "one_in_ten": 1, "none_again": 0, "all": sys.maxsize}
     blocks = len(cadences) * options.repeats
     args = quiet_arguments(options, EntameTrainingArguments, max_steps=skip + steps * blocks + 1, logging_steps=steps)
-    # The recorder reads its setting after a step has begun.
+    # The recorder reads this argument after on_step_begin.
     settings = {name: partial(setattr, args, "energy_logging_steps", cadence) for name, cadence in cadences.items()}
     timer = BlockTimer(steps, skip, settings)
     train(EntameTrainer, options, args, timer)
@@ -91,7 +89,7 @@ def energy(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {"batch": options.batch, "milliseconds_per_step": median(times["none"])}
     for name, around in (("one_in_ten", ("none", "none_again")), ("all", ("none_again", "none"))):
         before, after = (times[other] for other in around)
-        # What follows the last block of all steps is the next round's first.
+        # The block after "all" is the next round's first.
         after = after if name == "one_in_ten" else after[1:]
         ratios = [2 * time_ / (a + b) for time_, a, b in zip(times[name], before, after, strict=False)]
         result |= {

@@ -1,4 +1,4 @@
-"""How fast a training is fed: from the device, by Trainer's usual transforms, and by ours."""
+"""Time how fast a training is fed: by resident images, by ours and by Trainer's usual transforms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WARM_UP = 8
 
 
 class OnDevice(Dataset):
-    """Ready images on the device: what no input can be faster than."""
+    """Ready images on the device, which no input can beat."""
 
     def __init__(self, count: int, size: int, distinct: int = 1024) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +60,7 @@ class OnDevice(Dataset):
 
 
 class UsualTransforms(Dataset):
-    """What tutorials do: decode, flip and the processor's transform, one image at a time."""
+    """Decode, flip and transform one image at a time, as tutorials do."""
 
     def __init__(self, rows: Any, transform: Any) -> None:
         self.rows = rows
@@ -75,7 +75,7 @@ class UsualTransforms(Dataset):
 
 
 class Turns:
-    """A loader for a training whose epochs are given by several loaders in turn."""
+    """A loader that gives each epoch to the next of several loaders."""
 
     def __init__(self, *loaders: Any) -> None:
         self.loaders, self.epoch = loaders, 0
@@ -93,21 +93,26 @@ class Turns:
 
 
 class TurnsTrainer(EntameTrainer):
-    """Train on `train_dataset` in even epochs, and on ready images in odd ones, loaded as `Trainer` does."""
+    """Train on `train_dataset`, on resident images and on `uncached`, one epoch each in turn."""
 
-    ready: OnDevice
+    resident: OnDevice
+    uncached: ClassificationDataset
 
     def get_train_dataloader(self) -> Any:
-        loader = DataLoader(
-            self.ready, self._train_batch_size, shuffle=True, collate_fn=self.ready.collate, drop_last=True
+        resident = DataLoader(
+            self.resident, self._train_batch_size, shuffle=True, collate_fn=self.resident.collate, drop_last=True
         )
-        return Turns(super().get_train_dataloader(), self.accelerator.prepare(loader))
+        ours = super().get_train_dataloader()
+        cached, self.train_dataset = self.train_dataset, self.uncached
+        uncached = super().get_train_dataloader()
+        self.train_dataset = cached
+        return Turns(ours, self.accelerator.prepare(resident), uncached)
 
 
 def train_usually(options: argparse.Namespace, name: str, data: Dataset, workers: int) -> float:
-    """Train with `Trainer` for some steps, and give images a second."""
+    """Train with `Trainer` for some steps, and return images a second."""
     torch.manual_seed(0)
-    # Each worker has two batches ready before the first step, which would be counted as if they had taken no time.
+    # Each worker has two batches ready before the first step, which must not count.
     first = WARM_UP + 2 * workers
     last = first + max(options.usual_steps, 4 * workers)
     clock = StepClock(first, last)
@@ -138,17 +143,17 @@ def training_arguments(
 
 def model_of(name: str, size: int) -> Any:
     sized: dict[str, Any] = {"img_size": size} if "vit" in name and size != 224 else {}
-    # The layout that convolutions are fastest in.
+    # The fastest layout for convolutions.
     model = timm.create_model(name, num_classes=10, **sized).to(memory_format=torch.channels_last)
     return as_transformers(model)
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Train each model on images from the device (a), through Trainer's usual transforms (b) and through ours (c).
+    """Train each model on resident images, on files through our input, and on files through Trainer's usual transforms.
 
-    (a) and (c) are epochs of one training that take turns, because machines change their pace, and each pair of them
-    gives a ratio. An epoch includes the wait for its first batch. Ours decodes in its first epoch, which is given
-    apart, and has the images in its cache afterwards; the next epoch of each warms up.
+    Epochs with resident images, cached files and uncached files take turns in one training, as machines change their
+    pace, and each round gives two ratios over resident images. An epoch includes the wait for its first batch. The
+    first epoch, which fills the cache, is measured from its ninth step on.
     """
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -172,10 +177,13 @@ def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, Any]
     processor = set_image_size(timm_processor(model_of(name, options.size)), options.size)
     figures: dict[str, Any] = {}
     for augmentation in options.augmentations:
-        whole = augmentation == "random_resized_crop"
-        preparation = Preparation(processor, exact=False, whole=whole)
-        ours = ClassificationDataset(rows, "image", "label", preparation, Augmentation(augmentation))
-        figures |= {f"{key}_{augmentation}": value for key, value in take_turns(options, name, ours).items()}
+        preparation = Preparation(processor, exact=False, whole=augmentation == "random_resized_crop")
+        cached, uncached = (
+            ClassificationDataset(rows, "image", "label", preparation, Augmentation(augmentation), **cache)
+            for cache in ({}, {"cache_gb": 0})
+        )
+        measured = take_turns(options, name, cached, uncached)
+        figures |= {f"{key}_{augmentation}": value for key, value in measured.items()}
         print(name, figures, flush=True)
     usual = UsualTransforms(rows, evaluation_transform(processor))
     for workers in options.workers:
@@ -184,30 +192,37 @@ def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, Any]
     return figures
 
 
-def take_turns(options: argparse.Namespace, name: str, ours: ClassificationDataset) -> dict[str, Any]:
-    """Train on ours and on ready images, one epoch after the other."""
+def take_turns(
+    options: argparse.Namespace, name: str, cached: ClassificationDataset, uncached: ClassificationDataset
+) -> dict[str, Any]:
+    """Train on cached, resident and uncached images, one epoch after the other."""
     torch.manual_seed(0)
-    epoch = len(ours) // options.batch
-    steps = epoch * (3 + 2 * options.pairs)
+    epoch = len(cached) // options.batch
+    # The first epoch, then one of each to warm up.
+    steps = epoch * (4 + 3 * options.pairs)
     clock, timer = StepClock(WARM_UP, epoch), EpochTimer()
     args = training_arguments(options, steps, dataloader_num_workers=cores(), dataloader_pin_memory=False)
-    trainer = TurnsTrainer(model_of(name, options.size), args, train_dataset=ours, callbacks=[clock, timer])
-    trainer.ready = OnDevice(epoch * options.batch, options.size)
+    trainer = TurnsTrainer(model_of(name, options.size), args, train_dataset=cached, callbacks=[clock, timer])
+    trainer.resident, trainer.uncached = OnDevice(epoch * options.batch, options.size), uncached
     trainer.train()
     torch._dynamo.reset()
-    # Without the end of the first epoch and the two that warm up.
-    device, fed = (timer.ends.milliseconds()[start::2] for start in (2, 3))
+    # The first mark is the end of the first epoch.
+    device, decoded, fed = (timer.ends.milliseconds()[start::3] for start in (3, 4, 5))
     images = 1e3 * epoch * options.batch
+    first = clock.rate(options.batch, WARM_UP, epoch)
     return {
-        "first_epoch": clock.rate(options.batch, WARM_UP, epoch),
+        "first_epoch": first,
         "device": images / median(device),
         "ours": images / median(fed),
+        "uncached": images / median(decoded),
+        "first_epoch_over_device": first * median(device) / images,
         "ours_over_device": [a / b for a, b in zip(device, fed, strict=True)],
+        "uncached_over_device": [a / b for a, b in zip(device, decoded, strict=True)],
     }
 
 
 def first_batch(options: argparse.Namespace) -> dict[str, Any]:
-    """Time how long a training on 50,000 files takes to its first batch, its parts before that included."""
+    """Time a training on 50,000 files from `train()` to its first batch, and what comes before."""
     count, classes, distinct = 50_000, 100, 100
     with tempfile.TemporaryDirectory() as folder:
         datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
@@ -240,7 +255,7 @@ def first_batch(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class FirstStep(TrainerCallback):
-    """Note when the first step begins, which has its batch."""
+    """Note when the first step begins, which has its batch by then."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Clocks that watch a training."""
+"""Callbacks that time a training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 
 class StepClock(TrainerCallback):
-    """Note when each step ended, with the device's queue empty at the ends that are read."""
+    """Note when some steps end, with the device's queue empty."""
 
     def __init__(self, *read: int) -> None:
         self.read = read
@@ -31,7 +31,7 @@ class StepClock(TrainerCallback):
 
 
 class Marks:
-    """Points in the time of a device, which is not waited for."""
+    """Mark times on a device without waiting for it."""
 
     def __init__(self) -> None:
         self.marks: list[Any] = []
@@ -44,7 +44,7 @@ class Marks:
             self.marks.append(time.perf_counter())
 
     def milliseconds(self) -> list[float]:
-        """Between each point and the next."""
+        """Return the time between each mark and the next."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             return [start.elapsed_time(end) for start, end in pairwise(self.marks)]
@@ -52,7 +52,7 @@ class Marks:
 
 
 class EpochTimer(TrainerCallback):
-    """Mark the ends of epochs. What is waited for between two of them belongs to the later one."""
+    """Mark the ends of epochs. Waiting between two epochs counts for the later one."""
 
     def __init__(self) -> None:
         self.ends = Marks()
@@ -62,13 +62,13 @@ class EpochTimer(TrainerCallback):
 
 
 class EpochTurns(TrainerCallback):
-    """Let trainings that are there at the same time train for an epoch each, in turn, and time these epochs.
+    """Let several trainings train for one epoch each, in turn, and time these epochs.
 
     Args:
-        file (`Path`): grows by a byte when a training is ready, and by one at the end of each turn.
-        place (`int`): of this training among them.
-        count (`int`): how many trainings there are.
-        warm_up (`int`): how many epochs come first, at whatever time.
+        file (`Path`): Grows by a byte when a training is ready, and by one at the end of each turn.
+        place (`int`): This training's place in a round.
+        count (`int`): The number of trainings.
+        warm_up (`int`): The number of epochs before the first turn.
     """
 
     def __init__(self, file: Path, place: int, count: int, warm_up: int) -> None:
@@ -105,12 +105,12 @@ class EpochTurns(TrainerCallback):
 
 
 class BlockTimer(TrainerCallback):
-    """Change a setting before each block of steps, in turn, and mark the blocks' ends on the device.
+    """Time blocks of steps on the device, with the next setting in each block.
 
     Args:
-        steps (`int`): how long a block is.
-        skip (`int`): where the first begins.
-        settings (`Mapping[str, Callable]`): by name, what is called before a block; the blocks take turns.
+        steps (`int`): The number of steps in a block.
+        skip (`int`): The step at which the first block starts.
+        settings (`Mapping[str, Callable]`): Functions that apply a setting before a block, by name.
     """
 
     def __init__(self, steps: int, skip: int, settings: Mapping[str, Callable[[], Any]]) -> None:
@@ -123,7 +123,7 @@ class BlockTimer(TrainerCallback):
             self.starts.add()
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """A step of each block, by setting."""
+        """Return the time of a step in each block, by setting."""
         blocks = [block / self.steps for block in self.starts.milliseconds()]
         return {name: blocks[index :: len(self.settings)] for index, name in enumerate(self.settings)}
 
@@ -141,5 +141,5 @@ class StepTimer(TrainerCallback):
             self.ends.append(time.perf_counter())
 
     def median(self) -> float:
-        """A hiccup of the machine is no step's cost: the median leaves it out."""
+        """Return the median time of a step, which leaves out the machine's hiccups."""
         return median(end - start for start, end in pairwise(self.ends))

@@ -12,7 +12,7 @@ from entame_hf import EntameTrainingArguments
 
 from .groups import Combination, Group, Measure, Run, early, final, in_order, mean, name_of, short
 from .significance import LEAST_SEEDS, Values, paired, within_one_error
-from .tables import MISSING, markdown, spread, tested
+from .tables import MISSING, lead_entry, markdown, spread
 
 # Values of δ, the rule's one constant: about how far one step moves a logit.
 CANDIDATES = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0)
@@ -173,7 +173,7 @@ def one_rate_table(found: Sequence[Sweep]) -> str:
                 method,
                 *(f"{mean(single[rate]):.1f}" if rate in single else MISSING for rate in columns),
                 f"{mean(ruled):.1f}, at {chosen[0]} to {chosen[1]}",
-                tested(paired(ruled, single[best])),
+                lead_entry(paired(ruled, single[best])),
                 f"{np.mean([max(map(mean, s.curve.values())) for s in same]):.1f}",
             ]
         )
@@ -197,7 +197,7 @@ def methods_table(groups: Sequence[Group]) -> str:
         for title, method in found:
             comparison = paired(_ruled(found.get((title, entame), [])), _ruled(found[title, method]))
             if method != entame and comparison is not None and comparison.n >= LEAST_SEEDS:
-                rows.setdefault((title, label), {})[method] = tested(comparison)
+                rows.setdefault((title, label), {})[method] = lead_entry(comparison)
     methods = in_order(method for row in rows.values() for method in row)
     entries = [[*labels, *(rows[labels].get(method, MISSING) for method in methods)] for labels in sorted(rows)]
     return markdown(["base", "accuracy", *(f"over {method}" for method in methods)], entries) if rows else ""

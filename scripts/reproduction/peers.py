@@ -119,8 +119,9 @@ class ProbeThenFineTune(TwoPhaseTrainer):
     """LP-FT: a linear probe for `probe_epochs`, then fine-tuning for the other epochs.
 
     The authors keep BatchNorm in eval mode in both phases: set `freeze_statistics`. The mode is the same in both
-    phases either way, as a head fits the features of one mode only. The learning rates are constant: `probe_learning_rate`,
-    then `learning_rate`. The authors sweep them; here they are set. `head_lr_multiplier` applies to both phases.
+    phases either way, as a head fits the features of one mode only. The learning rates are constant:
+    `probe_learning_rate`, then `learning_rate`. The authors sweep them; here they are set. `head_lr_multiplier`
+    applies to both phases.
 
     Source: Kumar et al., [Fine-tuning can distort pretrained features and underperform
     out-of-distribution](https://arxiv.org/abs/2202.10054), 2022.

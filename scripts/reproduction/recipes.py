@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 
 from .groups import Combination, Group, Measure, early, final, mean, name_of, natural
 from .significance import Values, paired, within_one_error
-from .tables import MISSING, difference, markdown, tested
+from .tables import MISSING, difference, lead_entry, markdown
 
 RECIPE = "#D55E00"
 KEEP = "#000000"
@@ -193,8 +193,8 @@ def _behind(it: Standing) -> str:
 
 def _lead(group: Group, recipe: str, method: str) -> str:
     found = {each: group.compare(each, recipe, method, final) for each in group.combinations}
-    return tested(paired({each: it.difference for each, it in found.items() if it is not None}), median=True)
+    return lead_entry(paired({each: it.difference for each, it in found.items() if it is not None}), median=True)
 
 
 def _lead_over(ours: Values, other: Values) -> str:
-    return tested(paired(ours, other), median=True)
+    return lead_entry(paired(ours, other), median=True)

@@ -17,31 +17,33 @@ from .figures import head_rate_figure, model_figures, overview, styles_of
 from .groups import Group, Run, early, final, groups_of, natural, read_runs, varied_settings
 
 INTRODUCTION = """\
-`{command}` draws this page from result rows; a test checks it against them. *keep* trains the head that
-the model's library draws, with the run's settings. ENTAME is MEI+FN in the paper's tables. A combination is one model
-on one dataset."""
+Drawn from result rows by `{command}`.
+
+*keep* trains the head that the model's library draws, with the settings of the run. ENTAME is MEI+FN in the paper's
+tables. A combination is one model on one dataset."""
 READING = f"""\
 ## How to read the tables
 
 Accuracies are in percent. A ± is a 95 % confidence interval by the t distribution over seeds, left out below three
-seeds; the number of seeds stands in brackets, and {tables.MISSING} where there is no run. "First 10 steps" is the mean of
-the accuracies after each of the first 10 steps, "at the end" the last evaluation. Bold are the best mean and those
+seeds. The number of seeds stands in brackets, and {tables.MISSING} where there is no run. "First 10 steps" is the mean
+of the accuracies after each of the first 10 steps, "at the end" the last evaluation. Bold are the best mean and those
 within one standard error of it, paired by seed. Differences are in percentage points."""
 ENTAME = """\
-## ENTAME and each other method
+### ENTAME and each other method
 
-Means over combinations. "ENTAME's lead" is the range of its mean lead over combinations; the last column counts the
+Means over combinations. "ENTAME's lead" is the range of its mean lead over combinations. The last column counts the
 combinations where it is ahead, behind, or neither, by paired t-tests over seeds (p < 0.05 after Holm's correction)."""
 NOISE = """\
 ### Noise in the first error
 
-The share of the estimates in the energy of Base's error at the first training batch, before any update, in percent. The
-paper does not define its percentage: compare orders and directions, not digits."""
+The share of the estimates in the energy of Base's error at the first training batch, before any update, in percent.
+The paper does not define its percentage: compare orders and directions, not digits."""
 RECIPES = """\
 ## Recipes
 
-A recipe is a method that measures the head learning rate. Counted are the combinations where it is at or above the best
-of the other methods, within one standard error of the difference, paired by seed; then the mean accuracies there.
+A recipe is a method that measures the head learning rate. The table counts the combinations where it is at or above
+the best of the other methods, within one standard error of the difference, paired by seed. Then come its mean
+accuracies there.
 
 {counts}
 
@@ -59,16 +61,16 @@ the t-test over combinations, and their number.
 {leads}
 """
 OWN_BEST = """\
-Each method at its own best of these settings on every combination, chosen by the same runs; and the best of all other
-methods and settings that measure no rate:
+Each method at its own best of these settings on every combination. The last row takes the best of all methods and
+settings that measure no rate. The same runs choose the best, which favours the last row.
 
 {own_best}
 """
 HEAD_RATES = {
     "one rate": """\
 One head learning rate for all combinations, beside the rule's own for each: mean accuracy at the end. Then the rule's
-lead over the best column, paired by combination, with its 95 % confidence interval, p-value and number of combinations;
-and the mean of each combination's best. Both bests are chosen by the same runs, which favours them.""",
+lead over the best column, paired by combination, with its 95 % confidence interval, p-value and number; and the mean
+of each combination's best. The same runs choose both bests, which favours them.""",
     "methods": """\
 ENTAME's lead over other methods where each has the rule's rate, paired by combination:""",
     "deltas": """\
@@ -118,9 +120,8 @@ def write_report(results: list[Path], output: Path, all_pictures: bool = False) 
         for model in group.models if all_pictures else ():
             for kind, figure in model_figures(group, model, styles_of(groups)).items():
                 figures["_".join(_plain(label) for label in (kind, group.title, model) if label)] = figure
-    command = f"python scripts/reproduce.py report --results {' '.join(path.name for path in results)}"
-    page = [f"# {', '.join(sorted({run.row['suite'] for run in runs}))}", INTRODUCTION.format(command=command), *page]
-    page += [READING, "## The runs", *_provenance(runs)]
+    command = f"reproduce.py report --results {' '.join(path.name for path in results)}"
+    page = [f"# {output.name}", INTRODUCTION.format(command=command), *page, READING, "## The runs", _provenance(runs)]
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -168,7 +169,7 @@ def _tables(group: Group) -> list[str]:
     return page
 
 
-def _provenance(runs: Sequence[Run]) -> list[str]:
+def _provenance(runs: Sequence[Run]) -> str:
     """Say how many runs there are, where they ran, with which versions, and how long they took."""
     seeds = Counter((*run.combination, run.method, str(run.settings)) for run in runs).values()
     said = [f"{len(runs):,} runs; seeds of each: {_listed(map(str, seeds))}."]
@@ -184,7 +185,7 @@ def _provenance(runs: Sequence[Run]) -> list[str]:
     versions = (f"{name} {_listed(run.row['versions'].get(name, '') for run in runs)}" for name in names)
     said += [f"Versions: {', '.join(versions)}.", f"Commits: {_listed(run.row['commit'] or '' for run in runs)}."]
     said += [f"`{command}`" for command in sorted({run.row["command"] for run in runs})]
-    return ["\n".join(f"- {each}" for each in said)]
+    return "\n".join(f"- {each}" for each in said)
 
 
 def _listed(values: Iterable[str]) -> str:

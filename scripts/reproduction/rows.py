@@ -157,5 +157,5 @@ def _complete_last_row(file: Any) -> None:
 
 def _foreign(path: Path) -> InputError:
     return InputError(
-        f"--results {path} holds other rows than those of `reproduce.py run`. Give a file that it wrote, or a new name."
+        f"--results {path} holds other rows than those of `reproduce.py run`. Give a file that it wrote."
     )

@@ -140,7 +140,7 @@ def _fashion_5k(seed: int) -> DatasetDict:
         )
     except FileNotFoundError as error:
         raise InputError(
-            f"{FASHION_MNIST} has no {Path(error.filename).name}. On Debian and Ubuntu, type: make data/fashion-mnist. "
+            f"{FASHION_MNIST} has no {Path(error.filename).name}. On Debian, type: make data/fashion-mnist. "
             "Elsewhere, copy the file from github.com/zalandoresearch/fashion-mnist."
         ) from error
     return _five_thousand(_rows(list(images.reshape(-1, 28, 28)), labels.tolist(), ARTICLES), seed)

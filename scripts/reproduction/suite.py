@@ -123,10 +123,10 @@ class Suite:
             raise InputError(f"--seeds {seeds} is not a number from 1 to {self.seeds}, which suite {self.name} has.")
         settings = {labels: self._settings(*labels) for labels in product(*chosen)}
         return [
-            Experiment(*labels, seed, run)
+            Experiment(model, dataset, method, seed, run)
             for seed in range(seeds or self.seeds)
-            for labels in settings
-            for run in settings[labels]
+            for (model, dataset, method), found in settings.items()
+            for run in found
         ]
 
     def _settings(self, model: str, dataset: str, method: str) -> list[Settings]:

@@ -29,7 +29,7 @@ def gain_table(group: Group) -> str:
     """Show what ENTAME gains over Base in the mean accuracy of the first steps."""
 
     def entry(combination: Combination) -> str:
-        return tested(group.compare(combination, "entame", "base", early)) + _paper("speedup", *combination)
+        return lead_entry(group.compare(combination, "entame", "base", early)) + _paper("speedup", *combination)
 
     return _by_model_and_dataset(group, entry)
 
@@ -98,7 +98,7 @@ def difference(comparison: Comparison) -> str:
     return signed(comparison.difference) + _plus_minus(comparison.margin)
 
 
-def tested(comparison: Comparison | None, median: bool = False) -> str:
+def lead_entry(comparison: Comparison | None, median: bool = False) -> str:
     """Write a difference with its interval, its median where asked, its p-value and the number of pairs."""
     if comparison is None:
         return MISSING
