@@ -170,7 +170,7 @@ def main() -> None:
         nargs="*",
         type=int,
         default=[0, 4, os.cpu_count()],
-        help="DataLoader workers of the usual transforms",
+        help="of the usual transforms",
     )
     feeding.add_argument("--usual_steps", type=int, default=8, help="steps to time the usual transforms over")
     parser.add_argument("--results", type=Path, help="file to append the JSON line to")

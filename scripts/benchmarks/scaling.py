@@ -29,7 +29,7 @@ from entame_hf.data import Augmentation, ClassificationDataset, Preparation, loa
 from entame_hf.data.workers import cores
 from entame_hf.patch import normalised_heads, timm_processor
 
-from .drawing import draw_images
+from .sample_images import draw_images
 from .throughput import model_of, training_arguments
 from .timers import BlockTimer, EpochTurns
 

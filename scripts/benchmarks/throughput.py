@@ -33,7 +33,7 @@ from entame_hf.data.batches import to_device
 from entame_hf.data.workers import cores
 from entame_hf.patch import as_transformers, timm_processor
 
-from .drawing import draw_images
+from .sample_images import draw_images
 from .timers import EpochTimer, StepClock
 
 WARM_UP = 8
@@ -149,7 +149,7 @@ def model_of(name: str, size: int) -> Any:
 
 
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
-    """Train each model on resident images, on files through our input, and on files through Trainer's usual transforms.
+    """Train each model on resident images, on files as we read them, and on files through the usual transforms.
 
     Epochs with resident images, cached files and uncached files take turns in one training, as machines change their
     pace, and each round gives two ratios over resident images. An epoch includes the wait for its first batch. The
@@ -179,8 +179,8 @@ def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, Any]
     for augmentation in options.augmentations:
         preparation = Preparation(processor, exact=False, whole=augmentation == "random_resized_crop")
         cached, uncached = (
-            ClassificationDataset(rows, "image", "label", preparation, Augmentation(augmentation), **cache)
-            for cache in ({}, {"cache_gb": 0})
+            ClassificationDataset(rows, "image", "label", preparation, Augmentation(augmentation), cache_gb=space)
+            for space in (32, 0)
         )
         measured = take_turns(options, name, cached, uncached)
         figures |= {f"{key}_{augmentation}": value for key, value in measured.items()}
