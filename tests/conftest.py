@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import copy
-import json
 import os
 import shutil
 import subprocess
@@ -228,29 +227,3 @@ class WaitCounter(TrainerCallback):
         torch.cuda.set_sync_debug_mode("default")
         self._catcher.__exit__(None, None, None)
         self.count = sum("called a synchronizing" in str(warning.message) for warning in self._caught)
-
-
-@pytest.fixture
-def read(tmp_path):
-    """Read result lines as a report does."""
-    # Here: most tests need none of what it imports.
-    from reproduction.runs import read_runs
-
-    def read(lines):
-        file = tmp_path / "lines.jsonl"
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return read_runs([file])
-
-    return read
-
-
-@pytest.fixture
-def group(read):
-    """Make the one group of result lines in which no setting varies."""
-    from reproduction.runs import groups_of
-
-    def group(lines):
-        (found,) = groups_of(read(lines), {})
-        return found
-
-    return group

