@@ -81,7 +81,7 @@ class TwoPhaseTrainer(RunTrainer):
         """Return the number of epochs of the first phase."""
         raise NotImplementedError
 
-    def frozen(self) -> AbstractContextManager[None]:
+    def first_phase(self) -> AbstractContextManager[None]:
         """Freeze what the first phase does not train, inside the context."""
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class _Phases(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.stack.enter_context(self.trainer.frozen())
+        self.stack.enter_context(self.trainer.first_phase())
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -131,7 +131,7 @@ class ProbeThenFineTune(TwoPhaseTrainer):
     def first_epochs(self) -> int:
         return self.args.probe_epochs
 
-    def frozen(self) -> AbstractContextManager[None]:
+    def first_phase(self) -> AbstractContextManager[None]:
         return frozen_backbone_parameters(self.model, find_heads(self.model))
 
     def scheduler(self, phase: int, steps: int) -> LRScheduler:
@@ -182,7 +182,7 @@ class FastaiFineTune(TwoPhaseTrainer):
         return optimizer
 
     @contextmanager
-    def frozen(self) -> Iterator[None]:
+    def first_phase(self) -> Iterator[None]:
         heads = [head.module for head in find_heads(self.model)]
         learning = [m for m in self.model.modules() if m in heads or isinstance(m, _NORMALISATIONS)]
         kept = {id(parameter) for module in learning for parameter in module.parameters()}
