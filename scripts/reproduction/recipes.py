@@ -121,7 +121,7 @@ def own_best_table(groups: Sequence[Group], recipe: str) -> str:
     """Compare methods where each takes its best group on every combination, such as its best learning rate.
 
     Returns:
-        `str`: One row a method, and one for the best peer of each combination, at its best.
+        `str`: One row a method, and one for the best of the others on each combination.
     """
     best: dict[str, dict[Combination, float]] = {}
     for method in _methods(groups):
@@ -129,11 +129,15 @@ def own_best_table(groups: Sequence[Group], recipe: str) -> str:
         best[name_of(method)] = {
             each: max(means[each] for means in found) for each in found[0] if all(each in means for means in found)
         }
-    ours, recipes = best[name_of(recipe)], set(recipes_of(groups))
-    peers = [values for name, values in best.items() if name not in recipes]
-    best["best peer"] = {each: max(values[each] for values in peers if each in values) for each in ours}
+    ours = best[name_of(recipe)]
+    others = [values for values in best.values() if values is not ours]
+    best["best of the others"] = {each: max(values[each] for values in others if each in values) for each in ours}
     rows = [
-        [name, f"{mean(values):.1f}" if values else MISSING, "" if values is ours else _lead_over(ours, values)]
+        [
+            name,
+            f"{mean(values):.1f}" if values else MISSING,
+            "" if values is ours else lead_entry(paired(ours, values), median=True),
+        ]
         for name, values in best.items()
     ]
     return markdown(["", "at the end", f"{recipe}'s lead"], rows)
@@ -194,7 +198,3 @@ def _behind(it: Standing) -> str:
 def _lead(group: Group, recipe: str, method: str) -> str:
     found = {each: group.compare(each, recipe, method, final) for each in group.combinations}
     return lead_entry(paired({each: it.difference for each, it in found.items() if it is not None}), median=True)
-
-
-def _lead_over(ours: Values, other: Values) -> str:
-    return lead_entry(paired(ours, other), median=True)

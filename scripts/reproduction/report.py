@@ -61,8 +61,8 @@ the t-test over combinations, and their number.
 {leads}
 """
 OWN_BEST = """\
-Each method at its own best of these settings on every combination. The last row takes the best of all methods and
-settings that measure no rate. The same runs choose the best, which favours the last row.
+Each method at its own best of these settings on every combination. The last row takes the best of all other methods
+and settings. The same runs choose the best, which favours the last row.
 
 {own_best}
 """

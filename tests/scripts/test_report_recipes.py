@@ -100,7 +100,7 @@ def test_methods_are_compared_at_their_own_best_settings():
     table = entries(own_best_table(found, "recommended"))
     assert table["keep"] == ["75.0", "+5.0, median +5.0 (2)"]
     assert table["recommended"] == ["80.0", ""]
-    assert table["best peer"] == ["80.0", "+0.0, median +0.0 (2)"]
+    assert table["best of the others"] == ["80.0", "+0.0, median +0.0 (2)"]
 
 
 def test_picture_has_a_row_a_combination_and_a_panel_a_group(groups):
@@ -125,4 +125,4 @@ def test_report_of_recipes_leads_with_the_best(tmp_path):
     text = page.read_text()
     assert text.count("| 1 of 1 | 1 of 1 | **2 of 2** |") == 2
     assert "Where other is behind" in text
-    assert "| best peer | 90.3 | +4.3, median +4.3 (1) |" in text
+    assert "| best of the others | 91.7 | +3.0, median +3.0 (1) |" in text
