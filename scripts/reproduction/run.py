@@ -134,9 +134,9 @@ def run_experiment(experiment: Experiment) -> Row:
         per_device_eval_batch_size=500,
     )
     # All runs share the images; the seed decides which are flipped.
-    train.recorder.augmentation.seed = experiment.seed  # type: ignore[union-attr]
+    train.pipeline.augmentation.seed = experiment.seed  # type: ignore[union-attr]
     set_seed(experiment.seed)
-    model = load_model(settings["model_source"], train.recorder.num_classes)
+    model = load_model(settings["model_source"], train.pipeline.num_classes)
     if args.zero_head:
         for head in find_heads(model):
             for parameter in head.module.parameters():
@@ -163,7 +163,7 @@ def run_experiment(experiment: Experiment) -> Row:
         "method": experiment.method,
         "seed": experiment.seed,
         "settings": settings,
-        "classes": train.recorder.num_classes,
+        "classes": train.pipeline.num_classes,
         "train_size": len(train),
         "test_size": len(test),
         "steps_per_epoch": round(trainer.state.max_steps / args.num_train_epochs),
