@@ -25,10 +25,6 @@ def printable(name: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _one_line(message: object) -> str:
-    return printable(" ".join(str(message).splitlines()))
-
-
 class InputError(ValueError):
     """Report input that cannot be used: the message says what is wrong, what is allowed and what to type.
 
@@ -37,14 +33,15 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(_one_line(message))
+        super().__init__(printable(" ".join(str(message).splitlines())))
 
 
 class RunError(RuntimeError):
     """Report what stopped a run whose input was good: the message says what is safe, and how to resume.
 
-    The message is one line; characters that are not printable are escaped. Scripts print it and end with exit code 1.
+    Characters of the message that are not printable are escaped, line by line. Scripts print it and end with exit code
+    1.
     """
 
     def __init__(self, message: object = "") -> None:
-        super().__init__(_one_line(message))
+        super().__init__("\n".join(map(printable, str(message).splitlines())))

@@ -23,7 +23,7 @@ def test_printable_escapes_what_a_terminal_acts_on(name, shown):
     assert printable(name) == shown
 
 
-@pytest.mark.parametrize("error", [InputError, RunError])
-def test_errors_are_one_printable_line(error):
+@pytest.mark.parametrize(("error", "between"), [(InputError, " "), (RunError, "\n")])
+def test_errors_are_printable(error, between):
     message = str(error("cannot read \x1b]0;title\x07.jpg:\r\nbad\ttab"))
-    assert message == r"cannot read \x1b]0;title\x07.jpg: bad\ttab"
+    assert message == r"cannot read \x1b]0;title\x07.jpg:" + between + r"bad\ttab"

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..data import AUGMENTATIONS, Splits, balanced_class_weights, load_splits, load_streams
+from ..data import AUGMENTATIONS, LAYOUTS, Splits, balanced_class_weights, load_splits
 from ..errors import InputError
 
 
@@ -22,6 +22,13 @@ class DataArguments:
         default=None,
         metadata={"help": "Folders of images: one a class, or train/, validation/ and test/ with one a class."},
     )
+    data_layout: str = field(
+        default="auto",
+        metadata={"help": "What the folders of data_dir are; auto finds it out.", "choices": list(LAYOUTS)},
+    )
+    max_unzipped_gb: float | None = field(
+        default=None, metadata={"help": "Unpack a zip file to so many GB at most; by default 100 times its size."}
+    )
     image_column_name: str | None = field(default=None, metadata={"help": "The column of the images."})
     label_column_name: str | None = field(default=None, metadata={"help": "The column of the labels."})
     train_split: str | None = field(default=None, metadata={"help": 'The split to train on; "train" by default.'})
@@ -33,6 +40,9 @@ class DataArguments:
     )
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on so many images at most."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on so many images at most."})
+    images_per_class: int | None = field(
+        default=None, metadata={"help": "Train on so many images of each class at most."}
+    )
     augmentation: str = field(
         default="flip", metadata={"help": "What is done to training images.", "choices": list(AUGMENTATIONS)}
     )
@@ -61,12 +71,16 @@ class DataArguments:
 
     def load(self, seed: int, num_labels: int | None = None) -> Splits:
         """Load the images: see [`load_splits`]. Streams whose classes have no names need their number."""
-        where: dict[str, Any] = {"dataset_name": self.dataset_name, "dataset_config_name": self.dataset_config_name}
-        if self.streaming:
-            if self.data_dir:
-                raise InputError("`streaming` reads `dataset_name` alone: leave `data_dir` out, or `streaming`.")
-            return load_streams(**where, **self.split_options(seed), num_labels=num_labels)
-        return load_splits(**where, data_dir=self.data_dir, **self.split_options(seed))
+        return load_splits(
+            dataset_name=self.dataset_name,
+            dataset_config_name=self.dataset_config_name,
+            data_dir=self.data_dir,
+            data_layout=self.data_layout,
+            max_unzipped_gb=self.max_unzipped_gb,
+            streaming=self.streaming,
+            num_labels=num_labels,
+            **self.split_options(seed),
+        )
 
     def split_options(self, seed: int) -> dict[str, Any]:
         """Give what [`split_dataset`] takes."""
@@ -78,6 +92,7 @@ class DataArguments:
             "test_fraction": self.test_fraction,
             "max_train_samples": self.max_train_samples,
             "max_eval_samples": self.max_eval_samples,
+            "images_per_class": self.images_per_class,
             "seed": seed,
         }
 

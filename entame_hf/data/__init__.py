@@ -7,13 +7,14 @@ from .channel_statistics import channel_statistics
 from .columns import balanced_class_weights
 from .dataset import ClassificationDataset
 from .duplicates import Duplicates, find_duplicates
-from .folders import load_image_folder
 from .images import UnreadableImageError, decode_image
 from .jpeg import decode_pixels
+from .layout import LAYOUTS
+from .loader import Splits, load_splits, split_dataset
 from .preparation import Preparation
 from .skipped import SkippedImage, write_skipped_images
-from .sources import Splits, load_splits, split_dataset
-from .streaming import StreamingDataset, load_streams
+from .streaming import StreamingDataset
+from .tables import open_dataset
 from .transforms import (
     evaluation_transform,
     output_size,
@@ -21,10 +22,12 @@ from .transforms import (
     set_normalization,
     update_pretrained_cfg,
 )
+from .understanding import Understanding
 from .workers import cores
 
 __all__ = [
     "AUGMENTATIONS",
+    "LAYOUTS",
     "Augmentation",
     "BatchDataset",
     "BuiltDatasets",
@@ -34,6 +37,7 @@ __all__ = [
     "SkippedImage",
     "Splits",
     "StreamingDataset",
+    "Understanding",
     "UnreadableImageError",
     "balanced_class_weights",
     "batch_loader",
@@ -44,9 +48,8 @@ __all__ = [
     "decode_pixels",
     "evaluation_transform",
     "find_duplicates",
-    "load_image_folder",
     "load_splits",
-    "load_streams",
+    "open_dataset",
     "output_size",
     "set_image_size",
     "set_normalization",

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import InputError
 from .cache import cache_folder
+from .tree import METADATA_FILES, may_be_image
+
+# Photos hardly shrink in a zip file, drawings to a twentieth. What unpacks to more is refused unless it is small.
+_RATIO, _SMALL, _LIMIT = 100, 10**8, 10**11
 
 # The handles of folders that this process uses: whoever uses a folder holds a shared lock on it.
 _used: dict[Path, int] = {}
 
 
-def unpack(path: str, suffixes: frozenset[str]) -> str:
-    """Unpack what has one of some suffixes, beside the image cache, unless that was done before.
+def unpack(path: str, max_unzipped_gb: float | None = None) -> str:
+    """Unpack the files of a zip file that may be images or metadata, beside the image cache, once.
 
-    A new version of a zip file replaces those that no process uses any more, and what processes left that were killed
-    on the way. The last version stays when the zip file is removed or renamed.
+    A new version of a zip file replaces those that no process uses any more, and what killed processes left. The last
+    version stays when the zip file is removed or renamed.
 
     Args:
         path (`str`): a zip file.
-        suffixes (`frozenset[str]`): in lower case, with their dot.
+        max_unzipped_gb (`float`, *optional*): how many GB it may unpack to; by default 100, and 100 times its own size
+            where that is more than 0.1.
 
     Returns:
-        `str`: the folder that the zip file holds; a folder that all the others lie in is left out.
+        `str`: the folder that the zip file holds.
 
     Raises:
-        InputError: If the file can't be unpacked, or there is no room for what it holds.
+        InputError: If the file can't be unpacked, unpacks to too much, or there is no room for what it holds.
     """
     status, folder = os.stat(path), cache_folder()
     name = f"zip-{_digest(os.path.realpath(path))}-"
@@ -42,7 +49,7 @@ def unpack(path: str, suffixes: frozenset[str]) -> str:
     with _locked(folder):
         if target.is_dir():
             _use(target)
-            return str(_without_wrapping(target))
+            return str(target)
         for old in (*folder.glob(f"{name}*"), *folder.glob("tmp*")):
             with _locked(old, wait=False) as unused:
                 if unused:
@@ -50,18 +57,18 @@ def unpack(path: str, suffixes: frozenset[str]) -> str:
         unfinished = Path(tempfile.mkdtemp(dir=folder))
         _use(unfinished)
     try:
-        _extract(path, suffixes, str(unfinished))
+        _extract(path, str(unfinished), max_unzipped_gb)
         os.rename(unfinished, target)
     # A password, a method that is not known, a checksum that is off.
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, zlib.error) as error:
         # Unless another process was first.
         if not target.is_dir():
-            raise InputError(f"--data_dir {path} cannot be unpacked: {error}. Unpack it yourself.") from error
+            raise InputError(f"`data_dir={path}` cannot be unpacked: {error}. Unpack it yourself.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
         _use(target)
         _leave(unfinished)
-    return str(_without_wrapping(target))
+    return str(target)
 
 
 def _digest(text: str) -> str:
@@ -107,16 +114,27 @@ def _lock(folder: Path, shared: bool = False, wait: bool = True) -> int | None:
     return handle
 
 
-def _extract(path: str, suffixes: frozenset[str], folder: str) -> None:
+def _extract(path: str, folder: str, max_unzipped_gb: float | None) -> None:
     with zipfile.ZipFile(path) as archive:
-        images = [member for member in archive.infolist() if os.path.splitext(member.filename)[1].lower() in suffixes]
-        needed, free = sum(member.file_size for member in images), shutil.disk_usage(folder).free
+        members = [member for member in archive.infolist() if _is_wanted(member.filename)]
+        needed, free = sum(member.file_size for member in members), shutil.disk_usage(folder).free
+        _check_size(path, needed, max_unzipped_gb)
         if needed > free:
             raise OSError(f"it holds {needed / 1e9:.1f} GB and {folder} has room for {free / 1e9:.1f} GB")
-        archive.extractall(folder, images)
+        archive.extractall(folder, members)
 
 
-def _without_wrapping(folder: Path) -> Path:
-    inside = [e for e in folder.iterdir() if e.is_dir() and e.name != "__MACOSX" and not e.name.startswith(".")]
-    wraps = len(inside) == 1 and any(entry.is_dir() for entry in inside[0].iterdir())
-    return _without_wrapping(inside[0]) if wraps else folder
+def _is_wanted(name: str) -> bool:
+    base = name.rsplit("/", 1)[-1]
+    return bool(base) and (may_be_image(base) or base.lower() in METADATA_FILES)
+
+
+def _check_size(path: str, needed: int, max_unzipped_gb: float | None) -> None:
+    # Sizes of a directory are kept: reading a member ends at its own.
+    limit = max_unzipped_gb * 1e9 if max_unzipped_gb else min(_LIMIT, max(_SMALL, _RATIO * os.path.getsize(path)))
+    if needed > limit:
+        raise InputError(
+            f"`data_dir={path}` has {os.path.getsize(path) / 1e6:,.1f} MB and unpacks to {needed / 1e9:,.1f} GB; up "
+            "to "
+            f"{limit / 1e9:,.1f} GB are unpacked. If you trust it, give `max_unzipped_gb={math.ceil(needed / 1e9)}`."
+        )

@@ -11,8 +11,8 @@ from ..errors import InputError
 from .augmentation import Augmentation
 from .channel_statistics import channel_statistics
 from .dataset import ClassificationDataset
+from .loader import Splits
 from .preparation import Preparation
-from .sources import Splits
 from .streaming import StreamingDataset
 from .transforms import set_normalization
 

@@ -1,9 +1,8 @@
-"""Find the image and the label column of a dataset, and turn labels into class indices."""
+"""Find the image and the label column of a dataset, and read labels."""
 
 from __future__ import annotations
 
 import os
-from textwrap import shorten
 
 import datasets
 import pyarrow as pa
@@ -32,15 +31,15 @@ def find_image_column(features: Features, name: str | None = None) -> str:
         InputError: If the column doesn't exist or can't hold images, or if none or several could be meant.
     """
     if name is not None:
-        _require_column(features, name, "--image_column_name")
+        _require_column(features, name, "image_column_name")
         if not _may_hold_images(features[name]):
             raise InputError(
-                f"--image_column_name {name} holds {features[name]}; allowed are images, bytes, "
+                f"`image_column_name={name}` holds {features[name]}; allowed are images, bytes, "
                 f"{{bytes, path}} and paths. Columns: {', '.join(features)}."
             )
         return name
     candidates = [column for column, feature in features.items() if isinstance(feature, Image)]
-    return _only(candidates, features, "image", "--image_column_name")
+    return _only(candidates, features, "image", "image_column_name")
 
 
 def find_label_column(features: Features, name: str | None = None) -> str:
@@ -61,71 +60,15 @@ def find_label_column(features: Features, name: str | None = None) -> str:
     if name is None:
         candidates = [column for column, feature in features.items() if isinstance(feature, ClassLabel)]
         candidates = candidates or [column for column in ("label", "labels") if column in features]
-        name = _only(candidates, features, "label", "--label_column_name")
-    _require_column(features, name, "--label_column_name")
+        name = _only(candidates, features, "label", "label_column_name")
+    _require_column(features, name, "label_column_name")
     if not _may_hold_labels(features[name]):
         raise InputError(
-            f"Label column {name!r} holds {features[name]}; allowed: ClassLabel, string, integer, boolean. "
-            f"Name another with --label_column_name; columns: {', '.join(features)}."
+            f"Label column {name!r} holds {features[name]}; allowed: ClassLabel, string, integer, boolean, or "
+            "one number a class. "
+            f"Name another with `label_column_name`; columns: {', '.join(features)}."
         )
     return name
-
-
-def encode_labels(parts: dict[str, Dataset], column: str) -> tuple[dict[str, Dataset], list[str]]:
-    """Turn the label column of all parts into one `datasets.ClassLabel`, the first part's.
-
-    Strings are sorted as strings ("10" before "2"), integers as numbers. A `datasets.ClassLabel` keeps its
-    names. Parts are matched by the names of their classes, whatever the codes that each has for them.
-
-    Args:
-        parts (`dict[str, datasets.Dataset]`):
-            The splits, by the name that the user knows them by; first the one to train on.
-        column (`str`):
-            The label column.
-
-    Returns:
-        `tuple[dict[str, datasets.Dataset], list[str]]`: The parts, encoded, and the names of the classes.
-
-    Raises:
-        InputError: If a label is missing (None, or -1 in a `datasets.ClassLabel`), or if a part has a class that
-            the first one lacks.
-    """
-    values = {part: label_values(dataset, column) for part, dataset in parts.items()}
-    for part, array in values.items():
-        missing = array.null_count
-        if isinstance(parts[part].features[column], ClassLabel):
-            missing += pc.sum(pc.less(array, 0)).as_py() or 0
-        if missing:
-            raise InputError(
-                f"{missing:,} of {len(array):,} images of split {part!r} have no label in column {column!r}. "
-                "Remove them, or choose other splits with --train_split and --eval_split."
-            )
-    first = next(iter(parts))
-    feature = parts[first].features[column]
-    if not isinstance(feature, ClassLabel):
-        feature = ClassLabel(names=[str(value) for value in sorted(pc.unique(values[first]).to_pylist())])
-    encoded = {}
-    for part, dataset in parts.items():
-        if dataset.features[column] != feature:
-            codes = _codes_by_name(values[part], dataset.features[column], feature.names, part, first)
-            dataset = dataset.remove_columns(column).add_column(column, codes, feature=feature)
-        encoded[part] = dataset
-    return encoded, list(feature.names)
-
-
-def _codes_by_name(values: pa.ChunkedArray, feature: object, names: list[str], part: str, first: str) -> list[int]:
-    classes = pc.unique(values)
-    own = [feature.names[v] if isinstance(feature, ClassLabel) else str(v) for v in classes.to_pylist()]
-    code = {name: i for i, name in enumerate(names)}
-    unknown = [repr(name) for name in sorted(own) if name not in code]
-    if unknown:
-        raise InputError(
-            f"{len(unknown)} of the classes of split {part!r} are not among those of {first!r}: "
-            f"{shorten(', '.join(unknown), 200, placeholder=' ...')}. {first!r} has "
-            f"{shorten(', '.join(map(repr, names)), 200, placeholder=' ...')}. Name them alike, or name another "
-            "--eval_split."
-        )
-    return pa.array([code[name] for name in own]).take(pc.index_in(values, value_set=classes)).to_pylist()
 
 
 def label_values(dataset: Dataset, column: str) -> pa.ChunkedArray:
@@ -153,18 +96,18 @@ def check_labels(labels: Tensor, count: int, column: str) -> None:
         )
 
 
-def _require_column(features: Features, name: str, flag: str) -> None:
+def _require_column(features: Features, name: str, parameter: str) -> None:
     if name not in features:
-        raise InputError(f"{flag} {name}: no such column. Columns: {', '.join(features)}.")
+        raise InputError(f"`{parameter}={name}`: no such column. Columns: {', '.join(features)}.")
 
 
-def _only(candidates: list[str], features: Features, what: str, flag: str) -> str:
+def _only(candidates: list[str], features: Features, what: str, parameter: str) -> str:
     if len(candidates) == 1:
         return candidates[0]
     if not candidates:
-        raise InputError(f"No {what} column found. Name it with {flag}; columns: {', '.join(features)}.")
+        raise InputError(f"No {what} column found. Name it with `{parameter}`; columns: {', '.join(features)}.")
     raise InputError(
-        f"Several columns could hold the {what}: {', '.join(candidates)}. Choose one: {flag} {candidates[0]}."
+        f"Several columns could hold the {what}: {', '.join(candidates)}. Choose one: `{parameter}={candidates[0]}`."
     )
 
 
@@ -187,7 +130,16 @@ def _may_hold_labels(feature: object) -> bool:
                 pa.types.is_boolean,
             )
         )
-    return isinstance(feature, ClassLabel)
+    return isinstance(feature, ClassLabel) or is_list(feature)
+
+
+def is_list(feature: object) -> bool:
+    """Tell whether a column holds one number a class and image."""
+    if not isinstance(feature, datasets.List | datasets.LargeList):
+        return False
+    inner = feature.feature
+    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return isinstance(inner, datasets.Value) and any(test(inner.pa_type) for test in tests)
 
 
 def file_marks(dataset: Dataset, image_column: str) -> list[str]:

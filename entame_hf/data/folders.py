@@ -1,189 +1,191 @@
-"""Read folders of images, one folder a class."""
+"""Read a folder of images, or a zip file of one, as a table of paths and class names."""
 
 from __future__ import annotations
 
 import os
 import zipfile
-from textwrap import shorten
+from collections import Counter
 
 import datasets
+from datasets import Dataset, Features, Value
 
 from ..errors import InputError
 from .archives import unpack
+from .layout import CLASSES, CLASSES_OF_SPLITS, HOW, LAYOUTS, find_layout, unwrap, unwrap_split
+from .metadata import read_metadata
+from .source import Source, count_of
+from .splits import TRAIN, UNLABELED, find_splits, is_unlabeled, normal, split_kinds
+from .tree import TABLE_SUFFIXES, Folder, scan
 
-IMAGE_SUFFIXES = frozenset(
-    {".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".png", ".gif", ".bmp", ".webp", ".avif", ".tif", ".tiff"}
-    | {".ppm", ".pgm", ".pbm"}
-)
+# The files of each class.
+Classes = dict[str, list[str]]
 
-_SPLITS = {
-    "train": "train",
-    "validation": "validation",
-    "val": "validation",
-    "valid": "validation",
-    "dev": "validation",
-    "eval": "validation",
-    "evaluation": "validation",
-    "test": "test",
-}
-
-_LAYOUT = "Put images in DATA_DIR/CLASS/ or in DATA_DIR/train/CLASS/ and DATA_DIR/test/CLASS/"
+COLUMNS = Features({"image": datasets.Image(decode=False), "label": Value("string")})
 
 
-def load_image_folder(data_dir: str | os.PathLike[str]) -> datasets.DatasetDict:
-    """Scan a folder of images into datasets, without opening an image.
-
-    Two layouts are read: `data_dir/CLASS/*.jpg`, which gives one split, "train", and
-    `data_dir/{train,validation,test}/CLASS/*.jpg` ("val", "valid", "dev", "eval" and "evaluation" mean
-    "validation"). Folders are splits only if all of data_dir's have such names, "train" among them, and hold
-    folders themselves; otherwise they are classes. Images may lie deeper inside a class folder and links are
-    followed; hidden files, `__MACOSX` and files without an image's suffix are ignored. Classes are sorted by name
-    as plain strings: "10" before "2".
+def open_folder(data_dir: str | os.PathLike[str], max_unzipped_gb: float | None = None) -> Folder:
+    """Scan a folder, or unpack a zip file and scan what it holds.
 
     Args:
-        data_dir (`str` or `os.PathLike`):
-            The folder, or a zip file of it, which is unpacked once.
+        data_dir (`str` or `os.PathLike`): a folder or a zip file.
+        max_unzipped_gb (`float`, *optional*): as for [`unpack`].
 
     Returns:
-        `datasets.DatasetDict`: Its splits, with the columns "image" (an undecoded `datasets.Image`) and
-        "label" (a `datasets.ClassLabel`), in the order of classes and paths.
+        [`Folder`]: What lies in it.
 
     Raises:
-        InputError: If the folder can't be read, holds no image or one class only, if a class folder of train
-            holds no image, if another split has a class that train lacks, or if a folder of another name lies
-            beside splits.
-
-    Example:
-
-    ```python
-    >>> load_image_folder("pets")["train"].features["label"].names
-    ['cat', 'dog']
-    ```
+        InputError: If it is neither, or can't be read.
     """
     root = os.path.abspath(os.path.expanduser(data_dir))
     if os.path.isfile(root) and zipfile.is_zipfile(root):
-        root = unpack(root, IMAGE_SUFFIXES)
+        root = unpack(root, max_unzipped_gb)
     if not os.path.isdir(root):
         problem = "is a file, neither a folder nor a zip" if os.path.exists(root) else "does not exist"
-        raise InputError(f"--data_dir {root} {problem}. Give a folder, or a zip, with one folder of images a class.")
-    try:
-        splits = {
-            split: {name: _image_files(os.path.join(folder, name)) for name in _subfolders(folder)}
-            for split, folder in _split_folders(root).items()
-        }
-    except OSError as error:
-        raise InputError(f"--data_dir: cannot read {error.filename or root}: {error.strerror}.") from error
-
-    names = _class_names(root, splits)
-    features = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.ClassLabel(names=names)})
-    try:
-        return datasets.DatasetDict(
-            {
-                split: datasets.Dataset.from_dict(
-                    {
-                        "image": [path for name in names for path in classes.get(name, [])],
-                        "label": [i for i, name in enumerate(names) for _ in classes.get(name, [])],
-                    },
-                    features=features,
-                    split=datasets.NamedSplit(split),
-                )
-                for split, classes in splits.items()
-            }
+        raise InputError(
+            f"`data_dir={root}` {problem}. Give a folder, or a zip file of one, with one folder of images a class."
         )
-    except UnicodeEncodeError as error:
-        raise InputError(f"--data_dir: the file name {error.object!a} is not UTF-8. Rename it.") from error
+    return scan(root)
 
 
-def _split_folders(root: str) -> dict[str, str]:
-    names = _subfolders(root)
-    if "train" not in {name.lower() for name in names}:
-        return {"train": root}
-    if not {name.lower() for name in names} <= _SPLITS.keys():
-        _refuse_splits(root, names)
-        return {"train": root}
-    folders = {name: os.path.join(root, name) for name in names}
-    flat = [name for name, folder in folders.items() if not _subfolders(folder)]
-    if len(flat) == len(folders):
-        return {"train": root}
-    # Taking these for classes would train a classifier of "train" against "test" without a word.
-    if flat:
-        raise InputError(f"{folders[flat[0]]} holds no class folders, others beside it do. {_LAYOUT}, or remove it.")
-    splits: dict[str, str] = {}
+def holds_tables(folder: Folder) -> bool:
+    """Tell whether a folder holds Parquet, Arrow or tar files, and no folders of images."""
+    tables = any(suffix in TABLE_SUFFIXES for inside in folder.walk() for suffix in inside.others)
+    return tables and not any(inside.count for inside in folder.folders)
+
+
+def read_folder(
+    root: Folder,
+    *,
+    train_split: str | None = None,
+    eval_split: str | None = None,
+    label_column_name: str | None = None,
+    data_layout: str = "auto",
+) -> Source:
+    """Read the splits of a folder of images, without opening one.
+
+    Args:
+        root ([`Folder`]):
+            The scanned folder.
+        train_split, eval_split (`str`, *optional*):
+            Folders to take for splits, whatever their names.
+        label_column_name (`str`, *optional*):
+            The column of the labels in metadata files.
+        data_layout (`str`, *optional*, defaults to `"auto"`):
+            `"CLASS"`, `"SPLIT/CLASS"` or `"CLASS/SPLIT"`: what the folders are. "auto" finds it out.
+
+    Returns:
+        [`Source`]: A `datasets.Dataset` a split, of the columns "image" (an undecoded `datasets.Image`) and "label"
+        (text), in the order of classes and paths.
+
+    Raises:
+        InputError: If there is no image in a class folder, or splits and classes can't be told apart.
+    """
+    if data_layout not in LAYOUTS:
+        raise InputError(f"`data_layout={data_layout}`: no such layout. Layouts: {', '.join(LAYOUTS)}.")
+    root, strays = unwrap(root)
+    named = [name for name in (train_split, eval_split) if name]
+    source = read_metadata(root, set(named), label_column_name)
+    if source is None:
+        source = _read_classes(root, train_split, set(named), data_layout)
+    source.leave_out(strays, "", "they lie beside the class folders", root.path)
+    others = Counter[str]()
+    for folder in root.walk():
+        others += folder.others
+    if others:
+        ordered = sorted(others.items(), key=lambda item: (-item[1], item[0]))
+        kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in ordered[:5])
+        source.notes.append(f"{count_of(others.total(), 'file')} of other types ignored ({kinds}).")
+    return source
+
+
+def _read_classes(root: Folder, train_split: str | None, named: set[str], data_layout: str) -> Source:
+    layout, folders = find_layout(root, data_layout, named)
+    source = Source({}, f"DATA_DIR/{layout}")
+    if layout == CLASSES:
+        kinds = split_kinds([folder.name for folder in root.filled])
+        unlabeled = {name for name, kind in kinds.items() if kind == UNLABELED and data_layout == "auto"}
+        splits = {TRAIN: _classes([folder for folder in root.folders if folder.name not in unlabeled])}
+        _leave_out_folders(source, [folder for folder in root.filled if folder.name in unlabeled])
+    elif layout == CLASSES_OF_SPLITS:
+        splits = _splits_of_classes(root, source)
+    else:
+        splits = _splits(folders, train_split, named, source, known_only=data_layout == "auto")
+    source.leave_out(root.files, "", "they lie beside the class folders", root.path)
+    if not any(files for classes in splits.values() for files in classes.values()):
+        raise InputError(f"No image in a class folder of {root.path}. {HOW}.")
+    for name, files in splits.get(TRAIN, {}).items():
+        if not files:
+            raise InputError(f"Class folder {name!r} of {root.path} has no image to train on. Add some or remove it.")
+    source.splits = {split: table(classes) for split, classes in splits.items()}
+    return source
+
+
+def _classes(folders: list[Folder]) -> Classes:
+    classes: Classes = {}
+    for folder in folders:
+        # Two folders of one name, composed and decomposed, are one class.
+        classes.setdefault(normal(folder.name), []).extend(folder.images())
+    return classes
+
+
+def _splits(
+    folders: dict[str, Folder], train_split: str | None, named: set[str], source: Source, known_only: bool
+) -> dict[str, Classes]:
+    """Read the classes of folders that are splits; leave out those that have none, or no split's name."""
+    kinds = split_kinds(folders)
+    chosen = [name for name in folders if name in named or kinds.get(name, UNLABELED) != UNLABELED or not known_only]
+    train = train_split or next(iter(find_splits(chosen, TRAIN)), None)
+    known: frozenset[str] = frozenset()
+    if train:
+        known = frozenset(normal(folder.name) for folder in unwrap_split(folders[train]).filled)
+    splits = {}
     for name, folder in folders.items():
-        other = splits.setdefault(_SPLITS[name.lower()], folder)
-        if other != folder:
-            raise InputError(f"{other} and {folder} are the same split. Keep one of the two.")
+        inner = unwrap_split(folder, known if name != train else frozenset())
+        if name not in chosen or is_unlabeled(name) or not inner.filled:
+            if name in named:
+                raise InputError(f"{folder.path} holds no class folders. {HOW}, or name another split.")
+            _leave_out_folders(source, [folder])
+            continue
+        splits[name] = _classes(inner.folders if name == train else inner.filled)
+        source.leave_out(inner.files, name, "they lie beside the class folders", inner.path)
     return splits
 
 
-def _refuse_splits(root: str, names: list[str]) -> None:
-    """Refuse folders whose own folders repeat those of train: splits, which would be trained on as classes."""
-    train = next(name for name in names if name.lower() == "train")
-    classes = _subfolders(os.path.join(root, train))
-    for other in names if classes else []:
-        shared = sorted({*classes} & {*_subfolders(os.path.join(root, other))}) if other != train else []
-        if shared:
-            strange = ", ".join(name for name in names if name.lower() not in _SPLITS)
-            raise InputError(
-                f"{os.path.join(root, train)} and {other} beside it both hold a folder {shared[0]!r}, as splits do, "
-                f"but no split is called {shorten(strange, 200, placeholder=' ...')}. Splits: {', '.join(_SPLITS)}. "
-                f"Rename or remove the others; if {train!r} is a class, put its images right into its folder."
-            )
-
-
-def _class_names(root: str, splits: dict[str, dict[str, list[str]]]) -> list[str]:
-    train = splits["train"]
-    for split, classes in splits.items():
-        if not any(classes.values()):
-            where = root if len(splits) == 1 else f"{root}, split {split!r}"
-            raise InputError(f"No image in a class folder of {where}. {_LAYOUT}; {_suffixes()}.")
-    for name, files in train.items():
-        if not files:
-            raise InputError(
-                f"Class folder {name!r} of {root} has no image to train on. Add some or remove it; {_suffixes()}."
-            )
-    if len(train) < 2:
-        raise InputError(
-            f"{root} has one class only, {next(iter(train))!r}; a classifier needs two or more. {_LAYOUT}."
-        )
-    for split, classes in splits.items():
-        for name, files in classes.items():
-            if files and name not in train:
-                raise InputError(
-                    f"Class {name!r} is in {split} but not in train of {root}. Add it to train or remove it."
-                )
-    return list(train)
-
-
-def _suffixes() -> str:
-    return f"suffixes read: {' '.join(sorted(IMAGE_SUFFIXES))}"
-
-
-def _is_junk(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def _subfolders(folder: str) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if not _is_junk(entry.name) and entry.is_dir())
-
-
-def _image_files(folder: str) -> list[str]:
-    files: list[str] = []
-    pending, seen = [folder], set()
-    while pending:
-        current = pending.pop()
-        # A link may lead back to a folder above it.
-        status = os.stat(current)
-        if (status.st_dev, status.st_ino) in seen:
+def _splits_of_classes(root: Folder, source: Source) -> dict[str, Classes]:
+    splits: dict[str, Classes] = {}
+    for folder in root.filled:
+        kinds = split_kinds(inside.name for inside in folder.filled)
+        if not kinds:
+            _leave_out_folders(source, [folder])
             continue
-        seen.add((status.st_dev, status.st_ino))
-        with os.scandir(current) as entries:
-            for entry in entries:
-                if _is_junk(entry.name):
-                    continue
-                if entry.is_dir():
-                    pending.append(entry.path)
-                elif os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES:
-                    files.append(entry.path)
-    return sorted(files)
+        for inside in folder.filled:
+            if kinds.get(inside.name, UNLABELED) == UNLABELED:
+                _leave_out_folders(source, [inside])
+            else:
+                splits.setdefault(inside.name, {}).setdefault(normal(folder.name), []).extend(inside.images())
+        source.leave_out(folder.files, "", "they lie beside the folders of splits", folder.path)
+    return splits
+
+
+def _leave_out_folders(source: Source, folders: list[Folder]) -> None:
+    for folder in folders:
+        source.leave_out(folder.images(), folder.name, "they have no labels", folder.path)
+
+
+def table(classes: Classes, features: Features = COLUMNS) -> Dataset:
+    """Make a table of the images of each class, in the order of classes and paths.
+
+    Raises:
+        InputError: If a file name can't be written as text.
+    """
+    names = sorted(classes)
+    try:
+        return Dataset.from_dict(
+            {
+                "image": [path for name in names for path in classes[name]],
+                "label": [name for name in names for _ in classes[name]],
+            },
+            features=features,
+        )
+    except UnicodeEncodeError as error:
+        raise InputError(f"The file name {error.object!a} is not UTF-8. Rename it.") from error

@@ -14,16 +14,15 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ..errors import InputError, printable
+from ..errors import printable
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
 from .batches import BatchDataset
-from .columns import check_labels, count_classes, find_image_column, find_label_column
+from .columns import check_labels, count_classes
 from .images import UnreadableImageError
 from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
 from .skipped import SkippedImage
-from .sources import Splits, check_limits, choose_splits, load_parts
 from .unreadable import MAX_UNREADABLE_FRACTION, UnreadableDataError, too_many
 from .workers import threads
 
@@ -192,58 +191,3 @@ class StreamingDataset(BatchDataset, IterableDataset):
                 f"{lost:,} of the first {seen:,} images of class {label} cannot be read, such as {name} ({error}). At "
                 "most half may be: repair them, or remove the class."
             )
-
-
-def load_streams(
-    *,
-    dataset_name: str | None,
-    dataset_config_name: str | None = None,
-    image_column_name: str | None = None,
-    label_column_name: str | None = None,
-    train_split: str | None = None,
-    eval_split: str | None = None,
-    max_train_samples: int | None = None,
-    max_eval_samples: int | None = None,
-    num_labels: int | None = None,
-    **unused: Any,
-) -> Splits:
-    """Load the training and the evaluation part of a dataset as streams, of which nothing is kept.
-
-    Args:
-        dataset_name: and all others as for [`load_splits`]. Nothing can be set aside of a stream.
-        num_labels (`int`, *optional*):
-            How many classes there are, where the label column holds numbers without names, as WebDataset's does.
-
-    Returns:
-        [`Splits`]: The two parts, each a `datasets.IterableDataset`.
-
-    Raises:
-        InputError: If the dataset can't be loaded, has one part only, or doesn't name its classes.
-    """
-    check_limits(max_train_samples, max_eval_samples)
-    if dataset_name is None:
-        raise InputError("--streaming needs --dataset_name: an id on the Hub or a dataset's folder.")
-    loaded = load_parts(dataset_name, dataset_config_name, streaming=True)
-    names = choose_splits(loaded, train_split, eval_split)
-    if None in names or names[0] == names[1]:
-        raise InputError(
-            "A stream can't be split: name both parts with --train_split and --eval_split; "
-            f"splits: {', '.join(loaded)}."
-        )
-    parts = [loaded[name] for name in names]
-    features = parts[0].features or parts[0]._resolve_features().features
-    image_column = find_image_column(features, image_column_name)
-    label_column = find_label_column(features, label_column_name)
-    feature = features[label_column]
-    if isinstance(feature, datasets.ClassLabel):
-        class_names = list(feature.names)
-    elif num_labels is not None and feature.dtype.startswith(("int", "uint")):
-        class_names = [str(index) for index in range(num_labels)]
-    else:
-        raise InputError(
-            f"Column {label_column!r} doesn't name its classes. Say how many numbers it holds with --num_labels 1000, "
-            "or leave --streaming out where it holds names."
-        )
-    limits = (max_train_samples, max_eval_samples)
-    train, evaluation = (p if limit is None else p.take(limit) for p, limit in zip(parts, limits, strict=True))
-    return Splits(train, evaluation, class_names, image_column, label_column)

@@ -18,8 +18,7 @@ from torch import nn
 from entame_hf import EntameConfig, InputError, apply_entame
 from entame_hf.cli.demo import demo_dataset, efficientnet_lite
 from entame_hf.cli.model import load_classifier
-from entame_hf.data import split_dataset
-from entame_hf.data.sources import load_parts
+from entame_hf.data import open_dataset, split_dataset
 from entame_hf.patch import as_transformers, set_trained
 
 # EfficientNet-Lite's ImageNet weights come from the package index.
@@ -105,7 +104,7 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
         return SHIPPED[source](seed)
     name, _, label_column = source.partition(":")
     try:
-        return _split(load_parts(name, None), seed, label_column or None)
+        return _split(open_dataset(name).splits, seed, label_column or None)
     except InputError as error:
         raise InputError(
             f"Dataset {source}: {error} A suite names the label column after a colon: uoft-cs/cifar100:fine_label."

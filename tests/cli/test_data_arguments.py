@@ -19,8 +19,8 @@ def test_room_for_images_is_a_size(size):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_eval_samples": 0}, "--max_eval_samples 0 leaves no image"),
-        ({"max_train_samples": -3}, "--max_train_samples -3 leaves no image"),
+        ({"max_eval_samples": 0}, "`max_eval_samples=0` leaves no image"),
+        ({"max_train_samples": -3}, "`max_train_samples=-3` leaves no image"),
         ({"data_dir": "photos"}, "data_dir"),
     ],
     ids=["max_eval_samples", "max_train_samples", "data_dir"],

@@ -1,0 +1,198 @@
+"""Turn the labels of all splits into the same class indices, matched by the names of classes."""
+
+from __future__ import annotations
+
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import ClassLabel, Dataset, IterableDataset, Value
+
+from ..errors import InputError
+from .columns import is_list, label_values
+from .names import code_points, hint, same_looks
+from .source import Rows
+from .splits import normal
+
+MULTI_LABEL = 'model.config.problem_type = "multi_label_classification"'
+
+
+def encode_labels(
+    splits: dict[str, Rows], column: str, num_labels: int | None = None
+) -> tuple[dict[str, Rows], list[str]]:
+    """Turn the label column of all splits into one `datasets.ClassLabel`, the first split's.
+
+    Text is sorted as text ("10" before "2"), integers as numbers. A `datasets.ClassLabel` keeps its names. Splits are
+    matched by the names of their classes in Unicode's composed form, whatever the indices that each has for them.
+    Rows that are one-hot become class indices.
+
+    Args:
+        splits (`dict[str, datasets.Dataset | datasets.IterableDataset]`):
+            The splits, by the name that the user knows them by; first the one to train on.
+        column (`str`):
+            The label column.
+        num_labels (`int`, *optional*):
+            The number of classes of a stream whose labels are integers without names.
+
+    Returns:
+        `tuple[dict[str, Rows], list[str]]`: The splits, encoded, and the names of the classes.
+
+    Raises:
+        InputError: If a label is missing (None, or -1 in a `datasets.ClassLabel`), if a split has a class that the
+            first one lacks, or if names can't be told apart.
+    """
+    splits = {split: _one_hot_to_index(rows, column, split) for split, rows in splits.items()}
+    for split, rows in splits.items():
+        if isinstance(rows, Dataset) and (missing := count_missing(rows, column)):
+            raise InputError(
+                f"{missing:,} of {len(rows):,} images of split {split!r} have no label in column {column!r}. "
+                "Remove them, or choose other splits with `train_split` and `eval_split`."
+            )
+    first = next(iter(splits))
+    names = _names(splits[first], column, num_labels)
+    if not isinstance(splits[first].features[column], ClassLabel):
+        _refuse_same_looks(names)
+    feature = ClassLabel(names=names)
+    encoded = {split: recode(rows, column, feature, split, first) for split, rows in splits.items()}
+    return encoded, names
+
+
+def _names(rows: Rows, column: str, num_labels: int | None) -> list[str]:
+    feature = rows.features[column]
+    if isinstance(feature, ClassLabel):
+        return list(dict.fromkeys(map(normal, feature.names)))
+    if isinstance(rows, Dataset):
+        return list(dict.fromkeys(normal(str(v)) for v in sorted(pc.unique(label_values(rows, column)).to_pylist())))
+    if num_labels is not None and isinstance(feature, Value) and feature.dtype.startswith(("int", "uint")):
+        return [str(index) for index in range(num_labels)]
+    raise InputError(
+        f"Column {column!r} doesn't name its classes. Say how many numbers it holds with `num_labels=1000`, or leave "
+        "`streaming` out where it holds names."
+    )
+
+
+def _refuse_same_looks(names: list[str]) -> None:
+    for group in same_looks(names):
+        raise InputError(
+            f"Classes that look the same: {' and '.join(map(code_points, group[:3]))}. Name them alike if they are "
+            "one, or in other words."
+        )
+
+
+def recode(rows: Rows, column: str, feature: ClassLabel, split: str, first: str) -> Rows:
+    """Give labels the indices that another split has for the same names.
+
+    Args:
+        rows (`datasets.Dataset` or `datasets.IterableDataset`): the split.
+        column (`str`): its label column.
+        feature (`datasets.ClassLabel`): the classes.
+        split, first (`str`): what messages call this split, and the one whose classes these are.
+
+    Raises:
+        InputError: If a class is not among them.
+    """
+    own = rows.features[column]
+    if own == feature:
+        return rows
+    index = {name: i for i, name in enumerate(feature.names)}
+    if isinstance(rows, IterableDataset):
+        return _recode_stream(rows, column, feature, index, split, first)
+    values = label_values(rows, column)
+    classes = pc.unique(values)
+    names = [normal(own.names[v] if isinstance(own, ClassLabel) else str(v)) for v in classes.to_pylist()]
+    _refuse_unknown(names, index, split, first)
+    codes = pa.array([index[name] for name in names], pa.int64()).take(pc.index_in(values, value_set=classes))
+    return rows.remove_columns(column).add_column(column, codes.to_numpy(zero_copy_only=False), feature=feature)
+
+
+def _recode_stream(
+    rows: IterableDataset, column: str, feature: ClassLabel, index: dict[str, int], split: str, first: str
+) -> IterableDataset:
+    own = rows.features[column]
+    if not isinstance(own, ClassLabel):
+        # Numbers without names; indices are checked in each batch.
+        return rows.cast_column(column, feature)
+    names = [normal(name) for name in own.names]
+    _refuse_unknown(names, index, split, first)
+    codes = [index[name] for name in names]
+    features = rows.features.copy()
+    features[column] = feature
+    return rows.map(_recode_row, fn_kwargs={"column": column, "codes": codes}, features=features)
+
+
+def _recode_row(row: dict[str, Any], column: str, codes: list[int]) -> dict[str, int]:
+    # -1 stays: it is no label.
+    return {column: codes[row[column]] if row[column] >= 0 else row[column]}
+
+
+def _refuse_unknown(names: list[str], index: dict[str, int], split: str, first: str) -> None:
+    unknown = sorted(name for name in names if name not in index)
+    if unknown:
+        raise InputError(
+            f"{len(unknown)} of the classes of split {split!r} are not among those of {first!r}: "
+            f"{shorten(', '.join(map(repr, unknown)), 200, placeholder=' ...')}. {first!r} has "
+            f"{shorten(', '.join(map(repr, index)), 200, placeholder=' ...')}.{hint(unknown[0], index)} Name them "
+            "alike, "
+            "remove them, or name another split with `eval_split`."
+        )
+
+
+def count_missing(rows: Dataset, column: str) -> int:
+    """Count the rows that have no label."""
+    values = label_values(rows, column)
+    missing = values.null_count
+    if isinstance(rows.features[column], ClassLabel):
+        missing += pc.sum(pc.less(values, 0)).as_py() or 0
+    return int(missing)
+
+
+def _one_hot_to_index(rows: Rows, column: str, split: str) -> Rows:
+    """Turn one-hot rows into class indices; refuse rows of several classes."""
+    feature = rows.features[column]
+    if not is_list(feature):
+        return rows
+    if isinstance(rows, IterableDataset):
+        raise InputError(f"Column {column!r} holds lists. A stream needs one class index an image.")
+    values = label_values(rows, column)
+    shares = _as_matrix(values)
+    if shares is None:
+        raise InputError(
+            f"Column {column!r} of split {split!r} holds lists of different lengths. Allowed: one class an image, or "
+            "one "
+            f"number a class. {_multi_label()}"
+        )
+    if not np.isfinite(shares).all() or (shares < 0).any() or not np.allclose(shares.sum(1), 1, atol=1e-4):
+        row = int(np.flatnonzero(~np.isclose(shares.sum(1), 1, atol=1e-4) | (shares < 0).any(1))[0])
+        raise InputError(
+            f"Column {column!r} of split {split!r} is not one class an image: row {row} sums to "
+            f"{shares[row].sum():g}. "
+            f"Rows that sum to 1 are shares of classes. {_multi_label()}"
+        )
+    if not (shares.max(1) > 1 - 1e-4).all():
+        raise InputError(
+            f"Column {column!r} of split {split!r} holds shares of classes (row "
+            f"{int(np.flatnonzero(shares.max(1) <= 1 - 1e-4)[0])}), which tables can't train on. Give one class an "
+            "image, "
+            "or pass your own dataset with these labels to EntameTrainer."
+        )
+    index = ClassLabel(names=[str(i) for i in range(shares.shape[1])])
+    return rows.remove_columns(column).add_column(column, shares.argmax(1), feature=index)
+
+
+def _as_matrix(values: pa.ChunkedArray) -> np.ndarray | None:
+    lengths = pc.unique(pc.list_value_length(values)).to_pylist()
+    if len(lengths) != 1 or not lengths[0]:
+        return None
+    flat = pc.list_flatten(values)
+    if flat.null_count:
+        return None
+    return flat.cast(pa.float64()).to_numpy().reshape(len(values), lengths[0])
+
+
+def _multi_label() -> str:
+    return (
+        f"For several classes an image, set `{MULTI_LABEL}` and pass your own dataset to EntameTrainer; energies are "
+        "off then."
+    )

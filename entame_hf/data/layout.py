@@ -1,0 +1,189 @@
+"""Tell splits from classes in a folder of images."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from textwrap import shorten
+
+from ..errors import InputError
+from .splits import TRAIN, UNLABELED, normal, split_kinds
+from .tree import Folder
+
+CLASSES, SPLITS, CLASSES_OF_SPLITS = "CLASS", "SPLIT/CLASS", "CLASS/SPLIT"
+LAYOUTS = ("auto", CLASSES, SPLITS, CLASSES_OF_SPLITS)
+
+HOW = "Put images in DATA_DIR/CLASS/, or in DATA_DIR/train/CLASS/ and DATA_DIR/test/CLASS/"
+
+# Names of a folder in a split that holds the split's images, and no class.
+_HOLDERS = frozenset({"images", "image", "imgs", "img", "all", "unknown", "data", "photos"})
+
+
+def unwrap(folder: Folder) -> tuple[Folder, list[str]]:
+    """Go down through folders that hold one folder of folders.
+
+    Args:
+        folder ([`Folder`]): a folder of images.
+
+    Returns:
+        `tuple[Folder, list[str]]`: the folder that holds splits or classes, and the images beside those gone through.
+    """
+    strays: list[str] = []
+    while len(folder.folders) == 1 and not folder.metadata:
+        inside = folder.folders[0]
+        if not (inside.filled or inside.metadata) or split_kinds([inside.name]):
+            break
+        strays += folder.files
+        folder = inside
+    return folder, strays
+
+
+def unwrap_split(folder: Folder, classes: frozenset[str] = frozenset()) -> Folder:
+    """Go down through folders that repeat the split's name, or hold nothing but its classes.
+
+    Args:
+        folder ([`Folder`]): a split's folder.
+        classes (`frozenset[str]`): the classes of train; a folder of this name is one.
+    """
+    while len(folder.filled) == 1 and not folder.files:
+        inside = folder.filled[0]
+        holder = bool(split_kinds([inside.name])) or inside.name in (folder.name, *_HOLDERS)
+        if normal(inside.name) in classes or not (holder or len(inside.filled) > 1):
+            break
+        folder = inside
+    return folder
+
+
+def class_names(folder: Folder, classes: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Give the names of a split's class folders."""
+    return frozenset(normal(inside.name) for inside in unwrap_split(folder, classes).filled)
+
+
+def find_layout(root: Folder, layout: str, named: set[str]) -> tuple[str, dict[str, Folder]]:
+    """Find whether the folders in a folder are splits or classes.
+
+    Args:
+        root ([`Folder`]): the folder.
+        layout (`str`): one of `LAYOUTS`; "auto" looks at names, and at which of them repeat.
+        named (`set[str]`): the splits that the user named.
+
+    Returns:
+        `tuple[str, dict[str, Folder]]`: the layout, and the folders of splits by their names, those without labels
+        too; none where the folders are classes.
+
+    Raises:
+        InputError: If both could be meant.
+    """
+    inside = {folder.name: folder for folder in root.filled}
+    kinds = split_kinds(inside)
+    if layout == CLASSES_OF_SPLITS or (layout == "auto" and not named & inside.keys() and _splits_inside(root)):
+        return CLASSES_OF_SPLITS, {}
+    if layout == SPLITS or (layout == "auto" and named & inside.keys()):
+        return SPLITS, inside
+    if layout == CLASSES:
+        return CLASSES, {}
+    trains = [name for name, kind in kinds.items() if kind == TRAIN and class_names(inside[name])]
+    if trains:
+        return _splits_or_classes(root, inside, kinds, trains[0])
+    if kinds:
+        return _classes_beside(root, inside, kinds)
+    _refuse_repeated(root, inside)
+    return CLASSES, {}
+
+
+def _splits_or_classes(
+    root: Folder, inside: dict[str, Folder], kinds: dict[str, str], train: str
+) -> tuple[str, dict[str, Folder]]:
+    """Decide where a folder called train holds folders."""
+    strangers = [name for name in inside if name not in kinds]
+    if not strangers:
+        return SPLITS, inside
+    classes = class_names(inside[train])
+    shared = {name: sorted(classes & class_names(inside[name], classes)) for name in inside if name != train}
+    repeated = next(((name, names[0]) for name, names in shared.items() if names), None)
+    # "train" with one folder in it, among others that hold something else: vehicles.
+    if not repeated and len(classes) == 1:
+        return CLASSES, {}
+    strange = shorten(", ".join(strangers), 200, placeholder=" ...")
+    why = (
+        f"{train} and {repeated[0]} both hold a folder {repeated[1]!r}, as splits do"
+        if repeated
+        else f"{train} holds folders, as a split does"
+    )
+    likely = next((name for name in strangers if shared[name]), None)
+    choose = f"`train_split={train}`" + (f" `eval_split={likely}`" if likely else "")
+    raise InputError(
+        f"In {root.path}, {why}, but no split is called {strange}. If {train} is the split to train on, give "
+        f"{choose}, "
+        f"and all others without a split's name are left out; if the folders are classes, give "
+        f"`data_layout={CLASSES}`."
+    )
+
+
+def _classes_beside(root: Folder, inside: dict[str, Folder], kinds: dict[str, str]) -> tuple[str, dict[str, Folder]]:
+    """Decide where no folder called train holds folders, but some have names of splits."""
+    strangers = [name for name in inside if name not in kinds]
+    found = set(kinds.values())
+    names = shorten(", ".join(kinds), 200, placeholder=" ...")
+    if not strangers:
+        flat = [name for name in kinds if not class_names(inside[name])]
+        if not flat:
+            raise InputError(
+                f"{root.path} holds the splits {names}, and none to train on. Choose one: "
+                f"`train_split={next(iter(kinds))}`."
+            )
+        raise InputError(
+            f"{names} in {root.path} have names of splits and hold no class folders in the split to train on. {HOW}; "
+            "or list the labels in DATA_DIR/train/metadata.csv, in columns file_name and label. If the folders are "
+            f"classes, give `data_layout={CLASSES}`."
+        )
+    if found == {UNLABELED}:
+        return CLASSES, {}
+    # A vehicle. More than one such name is no coincidence.
+    if found <= {TRAIN, UNLABELED} and len(kinds) == 1:
+        return CLASSES, {}
+    nested = [name for name in strangers if class_names(inside[name])]
+    choose = f"give `train_split={nested[0]}`" if nested else "move the class folders into DATA_DIR/train/"
+    verb = "has a name of a split" if len(kinds) == 1 else "have names of splits"
+    raise InputError(
+        f"{names} in {root.path} {verb} and may be classes beside "
+        f"{shorten(', '.join(strangers), 200, placeholder=' ...')}. "
+        f"If they are splits, {choose}; if they are classes, give `data_layout={CLASSES}`."
+    )
+
+
+def _splits_inside(root: Folder) -> bool:
+    """Tell whether each class folder holds splits: cat/train, cat/test, dog/train, dog/test."""
+    names = {folder.name: [inside.name for inside in folder.filled] for folder in root.filled}
+    kinds = {name: split_kinds(inside) for name, inside in names.items()}
+    repeated = Counter(name for inside in kinds.values() for name in inside)
+    with_train = [name for name, inside in kinds.items() if TRAIN in inside.values() and len(inside) > 1]
+    if len(with_train) < 2 or max(repeated.values()) < 2:
+        return False
+    flat = [
+        folder.name
+        for folder in root.filled
+        if not kinds[folder.name] and split_kinds([folder.name]).get(folder.name) != UNLABELED
+    ]
+    if flat:
+        raise InputError(
+            f"In {root.path}, {with_train[0]} and {with_train[1]} hold splits, as classes with splits of their own "
+            "do, "
+            f"and {flat[0]} holds none. Put its images in {os.path.join(flat[0], 'train')}, or give "
+            f"`data_layout={CLASSES}` to train on all splits."
+        )
+    return True
+
+
+def _refuse_repeated(root: Folder, inside: dict[str, Folder]) -> None:
+    """Refuse folders that all hold the same folders, which splits and classes may both do."""
+    held = [class_names(folder) for folder in inside.values()]
+    shared = frozenset.intersection(*held) if len(held) > 1 else frozenset()
+    if len(shared) < 2 or any(folder.files for folder in inside.values()):
+        return
+    first, second = list(inside)[:2]
+    raise InputError(
+        f"The folders of {root.path} ({shorten(', '.join(inside), 200, placeholder=' ...')}) all hold "
+        f"{shorten(', '.join(sorted(shared)), 200, placeholder=' ...')}. If they are splits, say which: "
+        f"`train_split={first}` `eval_split={second}`; if they are classes, give `data_layout={CLASSES}`."
+    )

@@ -1,0 +1,218 @@
+"""Load splits of images: one loader, with one set of rules, for folders, zip files, the Hub, Parquet and streams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import IterableDataset
+
+from ..errors import InputError
+from .encoded import EncodedSplits
+from .folders import holds_tables, open_folder, read_folder
+from .labels import encode_labels
+from .roles import choose_columns, choose_roles
+from .skipped import SkippedImage
+from .source import Rows, Source
+from .splits import TEST, TRAIN, VALIDATION
+from .tables import open_dataset
+from .understanding import Understanding
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Hold what a run trains and is evaluated on.
+
+    Attributes:
+        train (`datasets.Dataset`):
+            The split to train on. Images are undecoded, labels class indices.
+        validation (`datasets.Dataset`):
+            The split to evaluate on during training, with the same two columns.
+        class_names (`list[str]`):
+            The name of each class, by its index.
+        image_column (`str`):
+            The column that holds the images.
+        label_column (`str`):
+            The column that holds the labels.
+        test (`datasets.Dataset`, *optional*):
+            The split to evaluate on at the end, if there is one. All are `datasets.IterableDataset` if streamed.
+        understanding ([`Understanding`]):
+            How the dataset was understood.
+        skipped (`list[SkippedImage]`):
+            The images that are in no split, and why.
+    """
+
+    train: Rows
+    validation: Rows
+    class_names: list[str]
+    image_column: str
+    label_column: str
+    test: Rows | None = None
+    understanding: Understanding = field(default_factory=Understanding)
+    skipped: list[SkippedImage] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """Say in a few lines how the dataset was understood: see [`Understanding.describe`]."""
+        return self.understanding.describe()
+
+
+def load_splits(
+    *,
+    dataset_name: str | None = None,
+    dataset_config_name: str | None = None,
+    data_dir: str | None = None,
+    data_layout: str = "auto",
+    max_unzipped_gb: float | None = None,
+    streaming: bool = False,
+    **options: Any,
+) -> Splits:
+    """Load the splits of a dataset.
+
+    Args:
+        dataset_name (`str`, *optional*):
+            An id on the Hub, or a local folder of Parquet files or images. This or `data_dir` is given.
+        dataset_config_name (`str`, *optional*):
+            The dataset's configuration.
+        data_dir (`str`, *optional*):
+            A folder of images or of Parquet files, or a zip file of images: see [`read_folder`].
+        data_layout (`str`, *optional*, defaults to `"auto"`):
+            What folders are: "CLASS", "SPLIT/CLASS" or "CLASS/SPLIT".
+        max_unzipped_gb (`float`, *optional*):
+            How much a zip file may unpack to: see [`unpack`].
+        streaming (`bool`, *optional*, defaults to `False`):
+            Keep nothing of `dataset_name` on disk.
+        options:
+            Which columns and splits, and how many images: what [`split_dataset`] takes.
+
+    Returns:
+        [`Splits`]: The splits.
+
+    Raises:
+        InputError: If the dataset can't be loaded or can't train a classifier.
+
+    Example:
+
+    ```python
+    >>> splits = load_splits(data_dir="pets")
+    >>> len(splits.train), len(splits.validation), splits.class_names
+    (850, 150, ['cat', 'dog'])
+    ```
+    """
+    check_limits(options)
+    if bool(dataset_name) == bool(data_dir):
+        where = "`dataset_name` (a Hub id or a dataset's folder) or `data_dir` (images)"
+        raise InputError(f"Give either {where}" + (", and not both." if data_dir else "."))
+    if streaming and data_dir:
+        raise InputError("`streaming` reads `dataset_name` alone: leave `data_dir` out, or `streaming`.")
+    name = str(dataset_name or data_dir)
+    local = os.path.expanduser(name)
+    if data_dir or (os.path.exists(local) and not dataset_config_name and not streaming):
+        root = open_folder(local, max_unzipped_gb)
+        if not holds_tables(root) and (data_dir or root.count):
+            chosen = {key: options.get(key) for key in ("train_split", "eval_split", "label_column_name")}
+            return split_dataset(read_folder(root, **chosen, data_layout=data_layout), **options)
+        name = root.path
+    return split_dataset(open_dataset(name, dataset_config_name, streaming), **options)
+
+
+def check_limits(options: Mapping[str, Any]) -> None:
+    """Refuse numbers of images that leave nothing, and a fraction that is none."""
+    fraction = options.get("test_fraction", 0.15)
+    if not 0 < fraction < 1:
+        raise InputError(f"`test_fraction={fraction}` is outside (0, 1). Give a fraction: `test_fraction=0.15`.")
+    for name in ("max_train_samples", "max_eval_samples", "images_per_class"):
+        limit = options.get(name)
+        if limit is not None and limit < 1:
+            raise InputError(f"`{name}={limit}` leaves no image. Give 1 or more, or leave it out.")
+    if options.get("images_per_class") and options.get("max_train_samples"):
+        raise InputError("Give `images_per_class` or `max_train_samples`, and not both.")
+
+
+def split_dataset(
+    loaded: Source | Mapping[str, Rows] | Rows,
+    *,
+    image_column_name: str | None = None,
+    label_column_name: str | None = None,
+    train_split: str | None = None,
+    eval_split: str | None = None,
+    test_fraction: float = 0.15,
+    max_train_samples: int | None = None,
+    max_eval_samples: int | None = None,
+    images_per_class: int | None = None,
+    num_labels: int | None = None,
+    seed: int = 42,
+) -> Splits:
+    """Choose splits, columns and classes of a dataset.
+
+    Args:
+        loaded (`datasets.DatasetDict`, `datasets.Dataset` or [`Source`]):
+            The dataset's splits, or its only one; streams too.
+        image_column_name (`str`, *optional*):
+            The column of the images; by default the only one that holds images.
+        label_column_name (`str`, *optional*):
+            The column of the labels; by default the only `ClassLabel`, else "label" or "labels".
+        train_split (`str`, *optional*):
+            The split to train on; by default the one whose name means training.
+        eval_split (`str`, *optional*):
+            The split to evaluate on during training; by default the one whose name means validation ("val", "dev"),
+            else `test_fraction` of the training split. Naming the training split sets this fraction aside too.
+        test_fraction (`float`, *optional*, defaults to 0.15):
+            The fraction of each class that is set aside where there is no validation split. Training and validation
+            get one image of a class each at least; the only image of a class is trained on.
+        max_train_samples (`int`, *optional*):
+            Train on so many images at most, of each class in proportion.
+        max_eval_samples (`int`, *optional*):
+            Evaluate on so many images at most, likewise.
+        images_per_class (`int`, *optional*):
+            Train on so many images of each class at most.
+        num_labels (`int`, *optional*):
+            The number of classes of a stream whose labels are integers without names.
+        seed (`int`, *optional*, defaults to 42):
+            Decides which images are set aside and drawn.
+
+    Returns:
+        [`Splits`]: The splits. A split whose name means testing is for the end of a run, and never set aside for
+        choosing a checkpoint, unless `eval_split` names it.
+
+    Raises:
+        InputError: If the dataset can't train a classifier.
+    """
+    limits = {
+        "max_train_samples": max_train_samples,
+        "max_eval_samples": max_eval_samples,
+        "images_per_class": images_per_class,
+    }
+    check_limits({"test_fraction": test_fraction, **limits})
+    source = _as_source(loaded)
+    chosen = choose_roles(source, train_split, eval_split)
+    rows, image_column, label_column = choose_columns(source, chosen, eval_split, image_column_name, label_column_name)
+    rows, class_names = encode_labels(rows, label_column, num_labels)
+    origins = {role: name for role, name in chosen.items() if name in rows}
+    parts: Any = {role: rows[name] for role, name in origins.items()}
+    encoded = EncodedSplits(source, origins, label_column, class_names, seed)
+    if isinstance(parts[TRAIN], IterableDataset):
+        parts = encoded.limit_streams(encoded.choose_streams(parts), limits)
+    else:
+        encoded.check_classes(parts)
+        parts = encoded.limit_tables(encoded.set_aside(parts, test_fraction), limits)
+    parts = {role: parts[role] for role in (TRAIN, VALIDATION, TEST) if role in parts}
+    return Splits(
+        train=parts[TRAIN],
+        validation=parts[VALIDATION],
+        class_names=class_names,
+        image_column=image_column,
+        label_column=label_column,
+        test=parts.get(TEST),
+        understanding=encoded.understand(parts),
+        skipped=source.skipped,
+    )
+
+
+def _as_source(loaded: Source | Mapping[str, Rows] | Rows) -> Source:
+    if isinstance(loaded, Source):
+        return Source(loaded.splits, loaded.layout, list(loaded.notes), list(loaded.skipped))
+    if isinstance(loaded, Mapping):
+        return Source({str(name): rows for name, rows in loaded.items()}, "a dataset in memory")
+    return Source({TRAIN: loaded}, "a dataset in memory")

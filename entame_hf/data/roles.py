@@ -1,0 +1,86 @@
+"""Choose which split is for what, and the two columns that are read of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+from datasets import Dataset
+
+from ..errors import InputError
+from .columns import find_image_column, find_label_column
+from .labels import count_missing
+from .skipped import SkippedImage
+from .source import Rows, Source, count_of
+from .splits import TEST, TRAIN, VALIDATION, choose_split, find_splits, is_unlabeled
+
+
+def choose_roles(source: Source, train_split: str | None, eval_split: str | None) -> dict[str, str]:
+    """Choose a split for each role; those of an unlabelled name have none."""
+    for parameter, name in (("train_split", train_split), ("eval_split", eval_split)):
+        if name is not None and name not in source.splits:
+            raise InputError(f"`{parameter}={name}`: no such split. Splits: {', '.join(source.splits)}.")
+    labeled = [name for name in source.splits if not is_unlabeled(name)]
+    train = train_split or choose_split(labeled, TRAIN, "train_split")
+    if train is None:
+        raise InputError(f"No split to train on. Choose one with `train_split`; splits: {', '.join(source.splits)}.")
+    chosen = {TRAIN: train}
+    others = [name for name in labeled if name != train]
+    if validation := eval_split or choose_split(others, VALIDATION, "eval_split"):
+        chosen[VALIDATION] = validation
+    tests = find_splits([name for name in others if name != chosen.get(VALIDATION)], TEST)
+    if len(tests) == 1:
+        chosen[TEST] = tests[0]
+    for name in source.splits:
+        if name not in chosen.values():
+            _leave_out_split(source, name, "it is neither train, validation nor test")
+    return chosen
+
+
+def _leave_out_split(source: Source, name: str, reason: str) -> None:
+    rows = source.splits[name]
+    size = count_of(len(rows), "image") if isinstance(rows, Dataset) else "all images"
+    source.notes.append(f"{size} of split {name!r} left out: {reason}.")
+    source.skipped.append(SkippedImage(size, name, reason))
+
+
+def choose_columns(
+    source: Source,
+    chosen: dict[str, str],
+    eval_split: str | None,
+    image_column_name: str | None,
+    label_column_name: str | None,
+) -> tuple[dict[str, Rows], str, str]:
+    """Choose the two columns, and leave splits without labels out that nobody named."""
+    rows: dict[str, Any] = {name: _resolved(source.splits[name]) for name in dict.fromkeys(chosen.values())}
+    features = rows[chosen[TRAIN]].features
+    image_column = find_image_column(features, image_column_name)
+    label_column = find_label_column(features, label_column_name)
+    if image_column == label_column:
+        raise InputError(f"Column {image_column!r} cannot hold both the images and the labels.")
+    for name, part in list(rows.items()):
+        if isinstance(part, Dataset) and not len(part):
+            raise InputError(f"Split {name!r} is empty. Choose others with `train_split` and `eval_split`.")
+        found = name not in (chosen[TRAIN], eval_split) and _unlabeled(part, label_column)
+        if found:
+            _leave_out_split(source, name, "it has no labels")
+            del rows[name]
+            continue
+        find_image_column(part.features, image_column)
+        find_label_column(part.features, label_column)
+        # Undecoded, so that a broken image fails where it can be skipped, not where rows are read.
+        rows[name] = part.select_columns([image_column, label_column]).cast_column(
+            image_column, datasets.Image(decode=False)
+        )
+    return rows, image_column, label_column
+
+
+def _resolved(rows: Rows) -> Rows:
+    # Those of a generator or of WebDataset's archives show in the first rows only.
+    return rows if rows.features else rows._resolve_features()
+
+
+def _unlabeled(rows: Rows, label_column: str) -> bool:
+    if label_column not in rows.features:
+        return True
+    return isinstance(rows, Dataset) and count_missing(rows, label_column) == len(rows)

@@ -1,0 +1,138 @@
+"""Which names mean which split: one table for folders, zip files, Parquet, the Hub and streams."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable
+
+from ..errors import InputError
+
+TRAIN, VALIDATION, TEST, UNLABELED = "train", "validation", "test", "unlabeled"
+
+_WORDS = {
+    TRAIN: "train training trn",
+    VALIDATION: "validation val valid validate validating dev devel development eval evaluation holdout heldout",
+    TEST: "test testing tst",
+    UNLABELED: "unlabeled unlabelled unsupervised unsup unannotated pred predict prediction predictions inference",
+}
+_KINDS = {word: kind for kind, words in _WORDS.items() for word in words.split()}
+
+# Words beside a split's name that change nothing: train_set, val2017, TestImages, test1.
+_PLAIN = frozenset(
+    [
+        "set",
+        "sets",
+        "data",
+        "dataset",
+        "split",
+        "folder",
+        "image",
+        "images",
+        "img",
+        "imgs",
+        "photo",
+        "photos",
+        "picture",
+        "pictures",
+        "pic",
+        "pics",
+    ]
+)
+_ENDINGS = ("set", "data", "images", "imgs", "img")
+
+
+def normal(name: str) -> str:
+    """Give a name in Unicode's composed form (NFC): the same name, whatever the file system made of it."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _parse(name: str) -> tuple[str | None, frozenset[str]]:
+    """Find which split a name means, and the words of it that say something else."""
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=\D)(?=\d)|(?<=\d)(?=\D)", " ", normal(name))
+    text = re.sub(r"(held|hold)[\W_]+out", r"\1out", text.casefold())
+    words = [word for word in re.split(r"[\W_]+", text) if word and not word.isdigit()]
+    for ending in _ENDINGS:
+        words = [w.removesuffix(ending) if w.removesuffix(ending) in _KINDS else w for w in words]
+    kinds = {_KINDS[word] for word in words if word in _KINDS}
+    rest = frozenset(word for word in words if word not in _KINDS and word not in _PLAIN)
+    if UNLABELED in kinds:
+        return UNLABELED, rest
+    # VOC's "trainval" is for training.
+    if kinds == {TRAIN, VALIDATION} or words == ["trainval"]:
+        return TRAIN, rest - {"trainval"}
+    return (kinds.pop() if len(kinds) == 1 else None), rest
+
+
+def split_kinds(names: Iterable[str]) -> dict[str, str]:
+    """Find the folders whose names mean splits.
+
+    A name means a split if it says nothing else (`train`, `val2017`, `test_set`), or if another split's name beside
+    it says the same else (`seg_train` beside `seg_test`).
+
+    Args:
+        names (iterable of `str`): the names of folders that lie side by side.
+
+    Returns:
+        `dict[str, str]`: "train", "validation", "test" or "unlabeled" for each name that means one.
+
+    Example:
+
+    ```python
+    >>> split_kinds(["seg_train", "seg_pred", "bus"])
+    {'seg_train': 'train', 'seg_pred': 'unlabeled'}
+    ```
+    """
+    parsed = {name: (kind, rest) for name in names for kind, rest in [_parse(name)] if kind is not None}
+    return {
+        name: kind
+        for name, (kind, rest) in parsed.items()
+        if not rest or any(other != kind and also == rest for other, also in parsed.values())
+    }
+
+
+def find_splits(names: Iterable[str], kind: str) -> list[str]:
+    """Find the splits of a kind among a dataset's splits.
+
+    The kind's own name is taken first, then names that say nothing else (`dev`), then any that say it
+    (`validation_matched`).
+
+    Args:
+        names (iterable of `str`): the splits' names.
+        kind (`str`): "train", "validation" or "test".
+
+    Returns:
+        `list[str]`: those that could be meant: none, the one, or several.
+    """
+    names = list(names)
+    if kind in names:
+        return [kind]
+    related = {name: rest for name in names for found, rest in [_parse(name)] if found == kind}
+    return [name for name, rest in related.items() if not rest] or list(related)
+
+
+def choose_split(names: Iterable[str], kind: str, parameter: str) -> str | None:
+    """Choose the split of a kind among a dataset's splits.
+
+    Args:
+        names (iterable of `str`): the splits' names.
+        kind (`str`): "train" or "validation".
+        parameter (`str`): what chooses one where several could be meant.
+
+    Returns:
+        `str` or `None`: the split, if there is one.
+
+    Raises:
+        InputError: If several could be meant.
+    """
+    found = find_splits(names, kind)
+    if len(found) > 1:
+        raise InputError(
+            f"Several splits could be the {kind} split: {', '.join(found)}. Choose one: `{parameter}={found[0]}`."
+        )
+    return found[0] if found else None
+
+
+def is_unlabeled(name: str) -> bool:
+    """Tell whether a name says that there are no labels."""
+    return _parse(name)[0] == UNLABELED

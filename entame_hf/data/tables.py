@@ -1,0 +1,156 @@
+"""Open datasets of the Hub or of a local folder, with the class names that each file has for its labels."""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import groupby
+from textwrap import shorten
+from typing import Any
+
+import datasets
+import fsspec
+import pyarrow.parquet as pq
+from datasets import ClassLabel, Features, Image
+from datasets.packaged_modules.parquet.parquet import Parquet
+
+from ..errors import InputError
+from .labels import recode
+from .source import Rows, Source
+from .workers import threads
+
+# The class names of each label column of a file; None where its labels are numbers without names.
+Names = dict[str, tuple[str, ...] | None]
+
+
+def open_dataset(name: str, config: str | None = None, streaming: bool = False) -> Source:
+    """Open all splits of a dataset of the Hub, of a local folder of Parquet, or saved by `save_to_disk`.
+
+    Args:
+        name (`str`): an id on the Hub or a local folder.
+        config (`str`, *optional*): the dataset's configuration.
+        streaming (`bool`, *optional*, defaults to `False`): keep nothing on disk.
+
+    Returns:
+        [`Source`]: Its splits. Labels have the indices of one list of names in all files of a split, even where the
+        files order their classes differently.
+
+    Raises:
+        InputError: If it can't be opened, or files have labels that can't be matched by name.
+    """
+    try:
+        if _is_saved(name):
+            saved = datasets.load_from_disk(name)
+            loaded: Any = saved if isinstance(saved, dict) else {"train": saved}
+            if streaming:
+                loaded = {split: rows.to_iterable_dataset() for split, rows in loaded.items()}
+            return Source({str(split): rows for split, rows in loaded.items()}, "saved dataset")
+        builder = datasets.load_dataset_builder(name, config)
+        own = _names_of_files(builder)
+        if _differ(own, builder.info.features):
+            return Source(
+                _load_by_file(own, builder.info.features, streaming), "Parquet files of different class order"
+            )
+        if streaming:
+            loaded = builder.as_streaming_dataset()
+        else:
+            builder.download_and_prepare()
+            loaded = builder.as_dataset()
+        return Source(
+            {str(split): rows for split, rows in loaded.items()},
+            "local dataset" if os.path.isdir(name) else "Hub dataset",
+        )
+    except InputError:
+        raise
+    # Whatever fails in there (network, permissions, parsing), it is the named dataset that can't be used.
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        reason = shorten(_without_secrets(str(cause or error)) or type(error).__name__, 400, placeholder=" ...")
+        asked = f"`dataset_name={name}`" + (f" `dataset_config_name={config}`" if config else "")
+        raise InputError(
+            f"Cannot load {_without_secrets(asked)}: {reason.rstrip('.')}. Give the id of a dataset on the Hub (after "
+            "`hf auth login` where it is private) or a local folder, and a `dataset_config_name` that it has."
+        ) from error
+
+
+def _is_saved(name: str) -> bool:
+    return any(os.path.isfile(os.path.join(name, file)) for file in ("dataset_dict.json", "state.json"))
+
+
+def _without_secrets(text: str) -> str:
+    text = re.sub(r"(https?://)[^/\s@]+@", r"\1", text)
+    text = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1", text)
+    return re.sub(r"hf_[A-Za-z0-9]{16,}", "hf_***", text)
+
+
+def _names_of_files(builder: Any) -> dict[str, list[tuple[str, Names]]]:
+    """Read the class names that each Parquet file of each split has; nothing for other formats.
+
+    `datasets` applies the first file's features to all others, which renames their classes.
+    """
+    if not isinstance(builder, Parquet) or not builder.config.data_files:
+        return {}
+    files = builder.config.data_files.items()
+    return {str(split): list(zip(paths, threads().map(_names_of_file, paths), strict=True)) for split, paths in files}
+
+
+def _names_of_file(path: str) -> Names:
+    # Footers alone are read, from the Hub too.
+    with fsspec.open(path, "rb") as file:
+        features = Features.from_arrow_schema(pq.read_schema(file))
+    names: Names = {}
+    for column, feature in features.items():
+        if isinstance(feature, ClassLabel):
+            names[column] = tuple(feature.names)
+        elif isinstance(feature, datasets.Value) and feature.dtype.startswith(("int", "uint")):
+            names[column] = None
+    return names
+
+
+def _differ(own: dict[str, list[tuple[str, Names]]], declared: Features | None) -> bool:
+    """Tell whether files have other indices for their labels than `datasets` would take; refuse what can't be told."""
+    files = [file for split in own.values() for file in split]
+    differ = False
+    for column in dict.fromkeys(column for _, names in files for column, known in names.items() if known):
+        found = {names[column]: path for path, names in files if column in names}
+        named = {names: path for names, path in found.items() if names is not None}
+        card = declared[column].names if declared and isinstance(declared.get(column), ClassLabel) else None
+        if None in found and card is None:
+            raise InputError(
+                f"Column {column!r} of {found[None]} holds numbers without names, and {next(iter(named.values()))} "
+                "names its classes. Write both with the same `datasets.ClassLabel`, or both with the names themselves."
+            )
+        # Names that a dataset card gives in place of the files' are the author's own renaming.
+        renamed = card is not None and len(named) == 1 and set(card) != set(next(iter(named)))
+        differ |= not renamed and len({*named, *([tuple(card)] if card else [])}) > 1
+    return differ
+
+
+def _load_by_file(
+    own: dict[str, list[tuple[str, Names]]], declared: Features | None, streaming: bool
+) -> dict[str, Rows]:
+    """Load neighbouring files of the same names together, each with its own names, and recode by the first's."""
+    splits: dict[str, Rows] = {}
+    reference: Features | None = declared
+    for split, files in own.items():
+        parts: list[Any] = []
+        for _, group in groupby(files, key=lambda file: sorted(file[1].items(), key=str)):
+            (path, names), *more = group
+            nameless = [c for c, f in (declared or {}).items() if isinstance(f, ClassLabel) and names.get(c) is None]
+            part: Any = datasets.load_dataset(
+                "parquet",
+                data_files={"train": [path, *(other for other, _ in more)]},
+                split="train",
+                streaming=streaming,
+                features=declared if nameless else None,
+            )
+            for column, feature in part.features.items():
+                if isinstance(feature, Image):
+                    part = part.cast_column(column, Image(decode=False))
+            reference = reference or part.features
+            for column, feature in reference.items():
+                if isinstance(feature, ClassLabel) and isinstance(part.features.get(column), ClassLabel):
+                    part = recode(part, column, feature, f"{split} ({path})", "the first file")
+            parts.append(part)
+        splits[split] = datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+    return splits

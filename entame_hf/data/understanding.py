@@ -1,0 +1,99 @@
+"""Say how a dataset was understood: its splits, its classes and the images of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from textwrap import shorten
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import printable
+from .names import code_points, same_looks, seems_missing, similar_looks
+from .source import count_of
+
+# So many classes are written one by one.
+_FEW = 12
+
+
+@dataclass
+class SplitFacts:
+    """Hold what is known of a split.
+
+    Attributes:
+        role (`str`): "train", "validation" or "test".
+        origin (`str`): where its rows come from.
+        counts (`numpy.ndarray` or `None`): int64 (C,), images a class; `None` for a stream.
+    """
+
+    role: str
+    origin: str
+    counts: NDArray[np.int64] | None
+
+    def __str__(self) -> str:
+        size = "a stream" if self.counts is None else f"{int(self.counts.sum()):,}"
+        return f"{self.role} {size} ({self.origin})"
+
+
+@dataclass
+class Understanding:
+    """Hold how a dataset was understood, for `entame inspect`, a training and a model card alike.
+
+    Attributes:
+        layout (`str`): how its files lie.
+        splits (`list[SplitFacts]`): train, validation and, if there is one, test.
+        class_names (`list[str]`): the classes by index.
+        notes (`list[str]`): what is left out or looks odd, with counts; one sentence each.
+    """
+
+    layout: str = ""
+    splits: list[SplitFacts] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """Write three lines, on splits, classes and images a class, and a line a note.
+
+        Example:
+
+        ```python
+        >>> print(load_splits(data_dir="pets").describe())
+        Splits: train 850 (15 % set aside), validation 150 (set aside from train); read as DATA_DIR/CLASS.
+        Classes: 2: cat, dog.
+        Images a class in train: cat 510, dog 340.
+        ```
+        """
+        return "\n".join(printable(line) for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"Splits: {', '.join(map(str, self.splits))}; read as {self.layout}."
+        names = shorten(", ".join(name or "''" for name in self.class_names), 200, placeholder=" ...")
+        yield f"Classes: {len(self.class_names):,}: {names}."
+        yield f"Images a class in train: {self._counts()}."
+        for note in self.notes:
+            yield f"Note: {note}"
+
+    def _counts(self) -> str:
+        counts = self.splits[0].counts if self.splits else None
+        if counts is None:
+            return "not known of a stream"
+        if len(counts) <= _FEW:
+            return ", ".join(f"{name or repr('')} {n:,}" for name, n in zip(self.class_names, counts, strict=True))
+        low, high = int(counts.argmin()), int(counts.argmax())
+        return (
+            f"{counts[low]:,} ({self.class_names[low]}) to {counts[high]:,} ({self.class_names[high]}), median "
+            f"{np.median(counts):,.0f}"
+        )
+
+
+def odd_classes(names: list[str], counts: NDArray[np.int64] | None) -> Iterator[str]:
+    """Name the classes that may be a mistake: missing labels read as text, and names that look alike."""
+
+    def size(name: str) -> str:
+        return "" if counts is None else f", {count_of(int(counts[names.index(name)]), 'image')}"
+
+    for name in filter(seems_missing, names):
+        yield f"class {name!r}{size(name)}, is taken for a class and may be a missing label."
+    for group in [*same_looks(names), *similar_looks(names)]:
+        yield f"classes look alike: {', '.join(code_points(name) + size(name) for name in group[:4])}."

@@ -1,0 +1,135 @@
+"""Limits take images of all classes, and one-hot rows are classes."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from datasets import ClassLabel, Dataset, Features, Image, List, Value
+
+from entame_hf.data import Splits, load_splits, split_dataset
+from entame_hf.errors import InputError
+
+SORTED = [label for label, count in enumerate((60, 30, 9, 1)) for _ in range(count)]
+
+
+def table(labels, feature=None) -> Dataset:
+    feature = feature or ClassLabel(num_classes=max(labels) + 1)
+    images = [{"bytes": b"%d" % i, "path": None} for i in range(len(labels))]
+    return Dataset.from_dict(
+        {"image": images, "label": labels}, features=Features({"image": Image(), "label": feature})
+    )
+
+
+def load(labels, **options) -> Splits:
+    return split_dataset({"train": table(labels), "validation": table(labels)}, **options)
+
+
+@pytest.mark.parametrize("limit", [4, 10, 33, 99])
+def test_limits_keep_every_class_in_proportion(limit):
+    splits = load(SORTED, max_train_samples=limit, max_eval_samples=limit)
+    for part in (splits.train, splits.validation):
+        counts = np.bincount(part["label"], minlength=4)
+        assert counts.sum() == limit
+        assert (counts >= 1).all()
+        assert (np.abs(counts - limit * np.array([60, 30, 9, 1]) / 100) <= 3).all()
+    assert f"{100 - limit} image" in splits.describe()
+
+
+@pytest.mark.parametrize("name", ["max_train_samples", "max_eval_samples"])
+@pytest.mark.parametrize("limit", [1, 3])
+def test_fewer_images_than_classes_are_refused(name, limit):
+    with pytest.raises(InputError, match=f"`{name}={limit}` is fewer than the 4 classes.*`{name}=4` or more"):
+        load(SORTED, **{name: limit})
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_few_images_of_each_class_are_drawn_by_the_seed(count):
+    drawn = [load(SORTED, images_per_class=count, seed=seed).train for seed in (0, 0, 1)]
+    assert Counter(drawn[0]["label"]) == {i: min(count, n) for i, n in enumerate((60, 30, 9, 1))}
+    assert drawn[0]["image"][:] == drawn[1]["image"][:]
+    assert drawn[0]["image"][:] != drawn[2]["image"][:]
+
+
+def test_images_that_are_not_drawn_are_told():
+    splits = load(SORTED, images_per_class=5)
+    assert "84 images of train left out: not drawn, images_per_class=5." in splits.describe()
+    assert [tuple(s) for s in splits.skipped] == [("84 images", "train", "not drawn, images_per_class=5")]
+
+
+def test_two_limits_at_once_are_refused():
+    with pytest.raises(InputError, match="`images_per_class` or `max_train_samples`, and not both"):
+        load(SORTED, images_per_class=5, max_train_samples=5)
+
+
+@pytest.fixture
+def stream(tmp_path):
+    """Write sorted splits as Parquet, in row groups as the Hub has them."""
+
+    def make(labels: list[int], rows: int = 100) -> str:
+        for split in ("train", "validation"):
+            table(labels).to_parquet(tmp_path / "data" / f"{split}.parquet", batch_size=rows)
+        return str(tmp_path / "data")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("classes", "each", "rows"), [(2, 100, 1000), (10, 60, 100), (10, 400, 100)], ids=["two", "ten", "many_rows"]
+)
+def test_limited_streams_that_are_sorted_have_many_classes(stream, classes, each, rows):
+    name = stream([label for label in range(classes) for _ in range(each)], rows)
+    splits = load_splits(dataset_name=name, streaming=True, max_train_samples=50, max_eval_samples=50)
+    for part in (splits.train, splits.validation):
+        first = list(part)
+        assert len(first) == 50
+        assert len({row["label"] for row in first}) > classes // 2
+        part.set_epoch(3)
+        assert [row["image"] for row in part] == [row["image"] for row in first]
+
+
+def test_limited_streams_of_one_class_are_refused(stream):
+    name = stream([0] * 3000 + [1] * 3000, 6000)
+    with pytest.raises(InputError, match="all images drawn from the stream are of one class, because it is sorted"):
+        load_splits(dataset_name=name, streaming=True, max_train_samples=100)
+
+
+def test_limits_of_streams_below_the_classes_are_refused(stream):
+    name = stream([label for label in range(10) for _ in range(10)])
+    with pytest.raises(InputError, match="`max_eval_samples=9` is fewer than the 10 classes"):
+        load_splits(dataset_name=name, streaming=True, max_eval_samples=9)
+    with pytest.raises(InputError, match="Classes of a stream can't be counted"):
+        load_splits(dataset_name=name, streaming=True, images_per_class=9)
+
+
+ONE_HOT = np.eye(3)[[0, 1, 2, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "float32", "bool"])
+@pytest.mark.parametrize("length", [-1, 3], ids=["any", "fixed"])
+def test_one_hot_rows_are_classes(dtype, length):
+    rows = ONE_HOT.astype(dtype).tolist()
+    splits = split_dataset({"train": table(rows, List(Value(dtype), length=length))}, test_fraction=0.5)
+    assert splits.class_names == ["0", "1", "2"]
+    assert Counter(splits.train["label"]) == {0: 1, 1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "int64", "uint16"])
+def test_integers_of_any_width_are_classes(dtype):
+    splits = split_dataset({"train": table([0, 2, 0, 2], Value(dtype))}, test_fraction=0.5)
+    assert splits.class_names == ["0", "2"]
+    assert splits.train["label"][:] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[1, 1, 0], [0, 1, 0]], 'row 0 sums to 2.*model.config.problem_type = "multi_label_classification"'),
+        ([[1, 0, 0], [0, 0, 0]], "row 1 sums to 0"),
+        ([[2, -1, 0], [0, 1, 0]], "row 0 sums to 1"),
+        ([[1, 0], [1, 0, 0]], "lists of different lengths"),
+    ],
+    ids=["several", "none", "negative", "lengths"],
+)
+def test_rows_of_several_classes_are_refused(rows, message):
+    with pytest.raises(InputError, match=message):
+        split_dataset({"train": table(rows, List(Value("int64")))})

@@ -1,0 +1,119 @@
+"""Labels of Parquet files and streams are matched by the names that each file has for them."""
+
+from pathlib import Path
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, IterableDatasetDict, Value
+
+from entame_hf.data import Splits, load_splits, split_dataset
+from entame_hf.errors import InputError
+
+CAT_DOG, DOG_CAT = ClassLabel(names=["cat", "dog"]), ClassLabel(names=["dog", "cat"])
+
+
+def write(path: Path, names: list[str], feature: object, start: int = 0, **more) -> None:
+    """Write a Parquet file of rows whose image's bytes are the name of its class."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    label = [feature.str2int(name) for name in names] if isinstance(feature, ClassLabel) else names
+    columns = {"image": [{"bytes": b"%s %d" % (n.encode(), start + i), "path": None} for i, n in enumerate(names)]}
+    Dataset.from_dict(
+        {**columns, "label": label, "id": list(range(len(names)))},
+        features=Features({"image": Image(), "label": feature, "id": Value("int64")}),
+    ).to_parquet(path)
+
+
+def told(splits: Splits) -> list[tuple[str, str]]:
+    """Give the name that the image has and the one that its label says, for all images."""
+    parts = [part for part in (splits.train, splits.validation, splits.test) if part is not None]
+    return [
+        (row["image"]["bytes"].decode().split()[0], splits.class_names[row["label"]]) for part in parts for row in part
+    ]
+
+
+NAMES = ["cat", "dog", "dog", "cat", "cat", "dog"]
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["table", "stream"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"train-0": CAT_DOG, "validation-0": DOG_CAT},
+        {"train-0": DOG_CAT, "validation-0": CAT_DOG, "test-0": DOG_CAT},
+        {"train-00000-of-00002": CAT_DOG, "train-00001-of-00002": DOG_CAT, "validation-0": CAT_DOG},
+        {"train-0": CAT_DOG, "train-1": CAT_DOG, "train-2": DOG_CAT, "train-3": CAT_DOG, "validation-0": DOG_CAT},
+        {"train-0": ClassLabel(names=["cat", "cow", "dog"]), "validation-0": DOG_CAT},
+    ],
+    ids=["splits", "three_splits", "files_of_a_split", "one_of_many_files", "fewer_classes"],
+)
+def test_labels_are_matched_by_the_names_of_each_file(tmp_path, files, streaming):
+    for name, feature in files.items():
+        write(tmp_path / f"{name}.parquet", NAMES, feature, 100 * len(name))
+    splits = load_splits(dataset_name=str(tmp_path), streaming=streaming)
+    pairs = told(splits)
+    assert len(pairs) == len(NAMES) * len(files)
+    assert all(image == label for image, label in pairs)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["table", "stream"])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (ClassLabel(names=["cat", "dog", "owl"]), "'owl'"),
+        (ClassLabel(names=["Cat", "Dog", "Cow"]), r"'Cat'.*looks like 'cat'"),
+        (Value("int64"), "holds numbers without names"),
+    ],
+    ids=["another_class", "other_names", "no_names"],
+)
+def test_names_that_do_not_match_are_refused(tmp_path, other, message, streaming):
+    write(tmp_path / "train-0.parquet", NAMES, CAT_DOG)
+    own = other.names if isinstance(other, ClassLabel) else [0, 1]
+    write(tmp_path / "train-1.parquet", [str(n) for n in own], other) if isinstance(other, ClassLabel) else (
+        Dataset.from_dict(
+            {"image": [{"bytes": b"x", "path": None}] * 2, "label": own, "id": [0, 1]},
+            features=Features({"image": Image(), "label": other, "id": Value("int64")}),
+        ).to_parquet(tmp_path / "train-1.parquet")
+    )
+    write(tmp_path / "validation-0.parquet", NAMES, CAT_DOG)
+    with pytest.raises(InputError, match=message):
+        load_splits(dataset_name=str(tmp_path), streaming=streaming)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["table", "stream"])
+def test_splits_in_memory_are_matched_by_name(tmp_path, streaming):
+    parts = {}
+    for name, feature in (("train", CAT_DOG), ("validation", DOG_CAT)):
+        write(tmp_path / f"{name}.parquet", NAMES, feature)
+        parts[name] = Dataset.from_parquet(str(tmp_path / f"{name}.parquet"), cache_dir=str(tmp_path / name))
+    loaded = DatasetDict(parts)
+    if streaming:
+        loaded = IterableDatasetDict({name: part.to_iterable_dataset() for name, part in parts.items()})
+    assert all(image == label for image, label in told(split_dataset(loaded)))
+
+
+def test_a_saved_dataset_is_read(tmp_path):
+    write(tmp_path / "train.parquet", NAMES * 2, CAT_DOG)
+    rows = Dataset.from_parquet(str(tmp_path / "train.parquet"), cache_dir=str(tmp_path / "cache"))
+    rows.save_to_disk(tmp_path / "one")
+    DatasetDict(train=rows, val=rows).save_to_disk(tmp_path / "two")
+    one, two = (load_splits(dataset_name=str(tmp_path / name)) for name in ("one", "two"))
+    assert (len(one.train) + len(one.validation), len(two.train), len(two.validation)) == (12, 12, 12)
+    assert all(image == label for image, label in told(one) + told(two))
+
+
+@pytest.mark.parametrize("parameter", ["data_dir", "dataset_name"])
+def test_folders_of_parquet_and_of_images_are_told_apart(tmp_path, parameter):
+    write(tmp_path / "parquet" / "data" / "train-0.parquet", NAMES * 2, CAT_DOG)
+    (tmp_path / "parquet" / "README.md").write_text("# Cats and dogs")
+    for name in ("cat", "dog"):
+        for i in range(4):
+            (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "images" / name / f"{i}.jpg").touch()
+    for folder in ("parquet", "images"):
+        assert load_splits(**{parameter: str(tmp_path / folder)}).class_names == ["cat", "dog"]
+
+
+def test_the_splits_of_parquet_have_relatives_too(tmp_path):
+    for name in ("train", "dev", "testing"):
+        write(tmp_path / name / "0.parquet", NAMES, CAT_DOG)
+    splits = load_splits(dataset_name=str(tmp_path))
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (6, 6, 6)
