@@ -7,7 +7,7 @@ from torch.nn.functional import interpolate
 from torchvision.transforms import v2
 
 from entame_hf.data import AUGMENTATIONS, Augmentation
-from entame_hf.data.augmentation import _random_boxes, chances
+from entame_hf.data.augmentation import _random_boxes, draw_uniform
 from entame_hf.data.resampling import crop_and_resize
 from entame_hf.errors import InputError
 
@@ -25,15 +25,15 @@ def augment(name, pixels, rows=ROWS, epoch=0, **kwargs):
     return Augmentation(name, **kwargs)(pixels, torch.full((len(pixels),), 1.2), tuple(pixels.shape[-2:]), rows, epoch)
 
 
-def test_chances_are_uniform_and_independent():
-    drawn = chances(0, 0, "a", np.arange(20_000), 4)
+def test_draws_are_uniform_and_independent():
+    drawn = draw_uniform(0, 0, "a", np.arange(20_000), 4)
     assert drawn.dtype == np.float32
     assert 0 <= drawn.min() < 0.001
     assert 0.999 < drawn.max() < 1
     np.testing.assert_allclose(drawn.mean(0), 0.5, atol=0.01)
     np.testing.assert_allclose(drawn.var(0), 1 / 12, atol=0.002)
-    others = [chances(1, 0, "a", np.arange(20_000), 1), chances(0, 1, "a", np.arange(20_000), 1)]
-    others += [chances(0, 0, "b", np.arange(20_000), 1), drawn[1:, :1]]
+    others = [draw_uniform(1, 0, "a", np.arange(20_000), 1), draw_uniform(0, 1, "a", np.arange(20_000), 1)]
+    others += [draw_uniform(0, 0, "b", np.arange(20_000), 1), drawn[1:, :1]]
     columns = np.concatenate([drawn[:-1], *(other[:19_999] for other in others)], axis=1)
     correlations = np.corrcoef(columns.T) - np.eye(columns.shape[1])
     assert np.abs(correlations).max() < 0.03
@@ -61,7 +61,7 @@ def test_half_of_the_images_are_flipped(pixels):
 
 def test_crops_are_distributed_as_torchvisions():
     image, ratios = torch.zeros(3, 120, 200), np.full(4000, 200 / 120, np.float32)
-    boxes = _random_boxes(ratios, chances(0, 0, "crop", np.arange(4000), 22))
+    boxes = _random_boxes(ratios, draw_uniform(0, 0, "crop", np.arange(4000), 22))
     torch.manual_seed(0)
     drawn = np.array([v2.RandomResizedCrop.make_params(v2.RandomResizedCrop(32), [image]) for _ in range(4000)])
     theirs = np.array([[d["top"] / 120, d["left"] / 200, d["height"] / 120, d["width"] / 200] for d in drawn])
@@ -139,7 +139,7 @@ BEYOND = [-1.0, 1e-100, 1e100, float("inf"), float("nan")]
     "arguments", [("blur",), *(("flip", a) for a in BEYOND), *(("flip", 0.0, a) for a in BEYOND)], ids=str
 )
 def test_what_cannot_be_is_named(arguments):
-    with pytest.raises(InputError, match=r"--augmentation blur: .*none, flip|--(mixup|cutmix)_alpha .* must be 0"):
+    with pytest.raises(InputError, match=r"`augmentation=blur` .*none, flip|`(mixup|cutmix)_alpha=.* must be 0"):
         Augmentation(*arguments)
 
 
@@ -152,5 +152,5 @@ def test_shares_are_numbers_at_the_ends_of_what_is_allowed(alpha):
 
 
 def test_randaugment_refuses_values_that_are_no_bytes(pixels):
-    with pytest.raises(InputError, match=r"randaugment .* gives float32 values alone: use --augmentation flip"):
+    with pytest.raises(InputError, match=r"randaugment` .* gives float32 values: use `augmentation=flip`"):
         augment("randaugment", pixels.float())
