@@ -70,7 +70,7 @@ class Augmentation:
     Args:
         name (`str`, *optional*, defaults to `"flip"`):
             `"none"`; `"flip"`, a random horizontal flip; `"random_resized_crop"`, a flip and a random crop of 8 to
-            100 % of the area, resized to the model's input; `"randaugment"`, a flip and two of RandAugment's operations
+            100 % of the area, resized to the model's input; `"randaugment"`, a flip and two operations of RandAugment
             at magnitude 9.
         mixup_alpha (`float`, *optional*, defaults to 0):
             Blend each image and its label with its neighbour's in the batch, by a weight from Beta(α, α); 0 is off.

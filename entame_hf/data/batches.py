@@ -1,4 +1,4 @@
-"""Make batches ahead of a training, on its device."""
+"""Load batches ahead of the training, on its device."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 
 class BatchDataset(Dataset):
-    """Give batches in two steps, so that they can be made ahead on a training's device.
+    """Give batches in two steps, reading on the host and finishing on the training device.
 
     Attributes:
-        epoch (`int`): The epoch whose batches come next.
+        epoch (`int`): the epoch whose batches come next.
     """
 
     epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next."""
+        """Set the epoch that comes next."""
         self.epoch = epoch
 
     def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], Any] | None:
-        """Begin to read rows that take next to no work, and return what waits for them; `None` for all others."""
+        """Start to read a batch that takes hardly any work, and return what waits for it; `None` for other batches."""
         return None
 
     def read(self, indices: list[int], epoch: int, device: torch.device) -> Any:
-        """Read what a batch is made of, on its way to a device."""
+        """Read a batch on the host; `device` is where it goes next."""
         raise NotImplementedError
 
     def start_workers(self, count: int) -> None:
-        """Start processes that help to read; none by default."""
+        """Start processes that decode; none by default."""
 
     def finish(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
-        """Make a batch of what was read, on a device."""
+        """Turn what was read into a model's input on a device."""
         raise NotImplementedError
 
 
 class PendingBatch:
     """Stand for a batch that is made when it is needed, or before.
 
-    accelerate asks for a batch ahead of the one that it moves to its device, which is when this one is needed.
+    accelerate fetches a batch ahead, and needs it when it moves it to the device.
 
     Args:
-        make (`Callable`): makes the batch on its device, and tells after which event of its stream it is there.
+        make (`Callable`): returns the batch on its device, and the CUDA event after which it is complete.
     """
 
     def __init__(self, make: Callable[[], tuple[dict[str, Tensor], Any]]):
@@ -58,12 +58,12 @@ class PendingBatch:
         self._made: tuple[dict[str, Tensor], Any] | None = None
 
     def prepare(self) -> None:
-        """Make the batch, if it isn't made yet."""
+        """Make the batch, unless it is made."""
         if self._made is None:
             self._made = self._make()
 
     def to(self, device: Any, non_blocking: bool = False) -> dict[str, Tensor]:
-        """Give the batch: `pixel_values` and `labels` on a device."""
+        """Return the batch on a device: `pixel_values` and `labels`."""
         self.prepare()
         batch, ready = self._made  # type: ignore[misc]
         if ready is not None:
@@ -76,13 +76,12 @@ class PendingBatch:
 
 
 class BatchMaker:
-    """Collate rows into a [`PendingBatch`]: decoded in a thread, made on a CUDA stream beside the training's.
+    """Collate rows into a [`PendingBatch`]: read in a thread, finished on a CUDA stream beside the training's.
 
-    What needs no decoding has no thread of its own, which would wait for the training's Python, and the training for
-    its: it is begun as soon as a batch is asked for, and waited for when the batch is made.
+    Cached batches skip the reader thread to avoid contention for the GIL: copying starts when a batch is requested.
 
     Args:
-        dataset ([`BatchDataset`]): where rows are read.
+        dataset ([`BatchDataset`]): reads the rows.
         device (`torch.device`): where batches go.
     """
 
@@ -93,7 +92,7 @@ class BatchMaker:
         self._skipped = 0
 
     def skip(self, count: int) -> None:
-        """Make nothing of the next batches, which are asked for and thrown away: a stream that is gone on with."""
+        """Leave the next batches empty: a resumed stream requests and drops them."""
         self._skipped = count
 
     def __call__(self, indices: list[int]) -> PendingBatch:
@@ -108,12 +107,12 @@ class BatchMaker:
         return self._latest
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch its batches belong to; streams count their own."""
+        """Tell the dataset the epoch of the next batches; streams count their own."""
         if not isinstance(self.dataset, IterableDataset):
             self.dataset.set_epoch(epoch)
 
     def prepare(self) -> None:
-        """Make the batch that comes next, if one was asked for: best while the device has other work."""
+        """Make the next batch, if one was requested: best while the device is busy."""
         if self._latest is not None:
             self._latest.prepare()
             self._latest = None
@@ -128,7 +127,7 @@ class BatchMaker:
 
 
 class _Rows(torch.utils.data.Dataset):
-    """Give row numbers: images are read where a batch is made of them."""
+    """Give row numbers: the collator reads the images."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
@@ -139,7 +138,7 @@ class _Rows(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> int:
         return index
 
-    # All of a batch at once, which a DataLoader asks for where it can.
+    # DataLoader calls this for a whole batch.
     def __getitems__(self, indices: list[int]) -> list[int]:
         return indices
 
@@ -153,20 +152,19 @@ def batch_loader(
     num_workers: int = 0,
     shuffle: bool = False,
 ) -> DataLoader:
-    """Build a loader whose batches are made ahead, for `accelerator.prepare`.
+    """Build a loader that makes batches ahead, for `accelerator.prepare`.
 
     Args:
         dataset ([`BatchDataset`]): the images.
         batch_size (`int`): images a batch.
         device (`torch.device`): where batches go.
-        sampler (`torch.utils.data.Sampler`, *optional*): the order; by default the dataset's,
-            and always for streams.
-        drop_last (`bool`, *optional*, defaults to `False`): whether a smaller last batch is left out.
-        num_workers (`int`, *optional*, defaults to 0): processes that decode; 0 leaves it to threads of this one.
-        shuffle (`bool`, *optional*, defaults to `False`): a random order, in the place of a sampler.
+        sampler (`torch.utils.data.Sampler`, *optional*): the order; by default, and for streams, the dataset's.
+        drop_last (`bool`, *optional*, defaults to `False`): whether to drop a smaller last batch.
+        num_workers (`int`, *optional*, defaults to 0): processes that decode; 0 decodes in threads.
+        shuffle (`bool`, *optional*, defaults to `False`): whether to shuffle, without a sampler.
 
     Returns:
-        `torch.utils.data.DataLoader`: gives a [`PendingBatch`] each time; call its `to(device)`.
+        `torch.utils.data.DataLoader`: gives [`PendingBatch`]es; call their `to(device)`.
     """
     dataset.start_workers(num_workers)
     rows: Any = dataset
@@ -179,24 +177,24 @@ def batch_loader(
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host's to a device; from pinned memory, or the host would wait for what CUDA has to do."""
+    """Copy a tensor from the host to a device; without pinned memory, the host would wait for CUDA's queue."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def thread_pool(count: int, name: str) -> ThreadPoolExecutor:
-    """Build a pool of threads in which torch's operations start no threads of their own."""
-    # Looked up here, once: a lookup holds the loader's lock, which a process forked meanwhile would wait for.
+    """Build a pool of threads in which torch's operations start no further threads."""
+    # Here and once: the lookup holds the dynamic loader's lock, which a process forked meanwhile would wait for.
     openmp = ThreadpoolController()
 
     def begin() -> None:
-        # Asked for once, so that torch doesn't set it anew.
+        # After this call, torch does not set the number again.
         torch.get_num_threads()
         openmp.limit(limits=1, user_api="openmp")
 
     return ThreadPoolExecutor(count, name, initializer=begin)
 
 
-# One thread, and none of a parent's in a process that was forked.
+# A forked process has none of its parent's threads.
 @cache
 def _reader(process: int) -> ThreadPoolExecutor:
     return thread_pool(1, "read")

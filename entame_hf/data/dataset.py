@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from importlib.metadata import version
 from typing import Any
 
@@ -27,14 +24,9 @@ from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
 from .skipped import SkippedImage
 from .unreadable import UnreadableRows
-from .workers import start_workers, threads, work
+from .workers import Workers, threads
 
-logger = logging.getLogger(__name__)
-
-# Images that a worker gets at a time.
-_CHUNK = 8
-
-# Fraction of the images from which on the cache needs no workers.
+# Workers stop once this fraction of the images is cached.
 _MOST = 0.9
 
 
@@ -109,7 +101,7 @@ class ClassificationDataset(BatchDataset):
         self.unreadable = UnreadableRows(self.labels, class_names, self.describe, self._reason)
         self._cache_limit = round(cache_gb * 1e9)
         self._cache = self._open_cache()
-        self._workers: ProcessPoolExecutor | None = None
+        self._workers = Workers(self._decode_row)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -143,7 +135,8 @@ class ClassificationDataset(BatchDataset):
             todo = self._read_cached(rows, todo, batch)
             if len(todo) and np.array_equal(rows[todo], tried):
                 # This disk does not show what other processes write.
-                self._cache = self._workers = None
+                self._workers.stop()
+                self._cache = None
             tried = rows[todo]
             if gpu is not None:
                 todo, gpu = self._decode_on_gpu(rows, todo, batch, gpu), None
@@ -172,8 +165,8 @@ class ClassificationDataset(BatchDataset):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that comes next. Workers stop once little is left to decode."""
-        if self._workers and epoch != self.epoch and self._has_most():
-            self._stop_workers()
+        if epoch != self.epoch and self._has_most():
+            self._workers.stop()
         super().set_epoch(epoch)
 
     def start_workers(self, count: int) -> None:
@@ -183,9 +176,9 @@ class ClassificationDataset(BatchDataset):
             count (`int`): how many; 0 leaves it to threads of this process.
         """
         if self._has_most():
-            self._stop_workers()
-        elif count and not self._workers:
-            self._workers = start_workers(self._decode_row, count)
+            self._workers.stop()
+        else:
+            self._workers.start(count)
 
     def with_processor(self, processor: BaseImageProcessor) -> ClassificationDataset:
         """Give the same images prepared by another processor; both know the same unreadable images.
@@ -199,7 +192,7 @@ class ClassificationDataset(BatchDataset):
         other = copy.copy(self)
         preparation = self.pipeline.preparation.with_processor(processor)
         other.pipeline = ImagePipeline(preparation, self.pipeline.augmentation, self.pipeline.num_classes)
-        other._cache, other._workers = other._open_cache(), None
+        other._cache, other._workers = other._open_cache(), Workers(other._decode_row)
         return other
 
     def content_hashes(self) -> NDArray[np.uint64]:
@@ -260,18 +253,10 @@ class ClassificationDataset(BatchDataset):
     def _decode(self, rows: Rows, todo: Rows, batch: HostBatch) -> Rows:
         """Decode in workers or threads; return the positions that are left: cached now, or unreadable."""
         wanted = rows[todo].tolist()
-        decoded: list[DecodedImage | UnreadableImageError | None] = []
-        if self._workers:
-            try:
-                decoded = list(self._workers.map(work, wanted, chunksize=_CHUNK))
-            except BrokenProcessPool:
-                logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
-                self._workers = None
-        if not self._workers:
-            decoded = list(threads().map(self._decode_row, wanted))
-        elif self.evaluation and self._has_most():
+        decoded: list[DecodedImage | UnreadableImageError | None] = self._workers.map(wanted)
+        if self.evaluation and self._has_most():
             # No epoch follows at whose start they would stop.
-            self._stop_workers()
+            self._workers.stop()
         left = np.ones(len(todo), bool)
         for i, image in enumerate(decoded):
             if isinstance(image, UnreadableImageError):
@@ -286,12 +271,6 @@ class ClassificationDataset(BatchDataset):
         image = self.pipeline.decode(self.dataset[row][self.image_column])
         return None if isinstance(image, DecodedImage) and self._keep(row, image) else image
 
-    def _stop_workers(self) -> None:
-        # The training process is slower beside processes that were forked from it.
-        if self._workers:
-            self._workers.shutdown(wait=False)
-            self._workers = None
-
     def _has_most(self) -> bool:
         return self._cache is not None and self._cache.fraction() >= _MOST
 
@@ -303,9 +282,6 @@ class ClassificationDataset(BatchDataset):
         parts = [version("entame-hf"), self.dataset._fingerprint, self.image_column, *marks]
         parts.append(self.pipeline.preparation.key)
         return open_cache(parts, len(self), self.pipeline.length, self._cache_limit)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_workers": None}
 
     def _reason(self, row: int) -> str:
         image = self.pipeline.decode(self.dataset[row][self.image_column])

@@ -1,4 +1,4 @@
-"""Turn images into a model's input, as its image processor says."""
+"""Transform images as a model's image processor does, and change a processor's size or normalisation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
             The model's image processor.
 
     Returns:
-        `Callable`: From an RGB `PIL.Image.Image` to a float tensor (C, H, W). It can be pickled.
+        `Callable`: from an RGB `PIL.Image.Image` to a float tensor (C, H, W). It can be pickled.
 
     Example:
 
@@ -42,32 +42,32 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
 
 
 def pixel_transform(processor: BaseImageProcessor, tensors: bool) -> Callable[[Any], Tensor]:
-    """Build the part of a processor's work that only moves pixels: resizing and cropping.
+    """Build the resize and crop of a processor, without scaling and normalisation.
 
     Args:
         processor ([`~transformers.BaseImageProcessor`]):
             The model's image processor.
         tensors (`bool`):
-            Whether the transform takes uint8 tensors (3, H, W), which are resized faster, instead of images. Some
-            processors can't; then it fails or gives other pixels.
+            Whether the transform takes uint8 tensors (3, H, W), which resize faster, instead of images. For some
+            processors it then fails or gives other pixels.
 
     Returns:
-        `Callable`: From an RGB image to a uint8 tensor (3, H, W), where the processor can be split so.
+        `Callable`: from an RGB image to a uint8 tensor (3, H, W), if the processor can be split.
     """
     if not isinstance(processor, TimmWrapperImageProcessor):
-        # EfficientNet's processor scales a second time where include_top is set.
+        # EfficientNet's processor scales a second time if include_top is set.
         once: dict[str, Any] = {"include_top": False} if "include_top" in processor.to_dict() else {}
         return partial(_process, processor, do_rescale=False, do_normalize=False, **once)
     steps = processor.val_transforms.transforms
     steps = steps[: next(i for i, step in enumerate(steps) if isinstance(step, MaybeToTensor | v1.ToTensor))]
     if not tensors:
         return v2.Compose([*steps, v2.PILToTensor()])
-    # The older Resize, which timm builds with, resizes tensors as floats.
+    # timm's v1.Resize resizes tensors as floats.
     return v2.Compose([v2.Resize(s.size, s.interpolation) if isinstance(s, v1.Resize) else s for s in steps])
 
 
 def output_size(processor: BaseImageProcessor) -> tuple[int, int]:
-    """Find the size of the images that a processor gives, by running it.
+    """Measure the size of the images that a processor gives.
 
     Args:
         processor ([`~transformers.BaseImageProcessor`]):
@@ -77,23 +77,23 @@ def output_size(processor: BaseImageProcessor) -> tuple[int, int]:
         `tuple[int, int]`: Height and width.
 
     Raises:
-        InputError: If it gives no images, or images whose size depends on the input's, which fit no batch.
+        InputError: If it gives no images, or images of different sizes, which fit no batch.
     """
     shapes = {tuple(evaluation_transform(processor)(Image.new("RGB", size)).shape) for size in ((96, 64), (64, 96))}
     if len(shapes) != 1 or len(shape := shapes.pop()) != 3:
-        raise InputError(f"{type(processor).__name__} does not give images of one size. Set it: --image_size 224.")
+        raise InputError(f"{type(processor).__name__} does not give images of one size. Set it: `image_size=224`.")
     return shape[1], shape[2]
 
 
 def set_image_size(processor: BaseImageProcessor, size: int) -> BaseImageProcessor:
     """Make a processor that resizes to size × size, without cropping.
 
-    A processor that can only keep the aspect ratio (such as ConvNeXT's below 384) resizes the shorter edge to
-    `size` and takes the square in the middle.
+    A processor that always keeps the aspect ratio (such as ConvNeXT's below 384) resizes the shorter edge to `size`
+    and crops the centre.
 
     Args:
         processor ([`~transformers.BaseImageProcessor`]):
-            The model's image processor; it is left as it is.
+            The model's image processor; it does not change.
         size (`int`):
             Height and width.
 
@@ -101,17 +101,17 @@ def set_image_size(processor: BaseImageProcessor, size: int) -> BaseImageProcess
         [`~transformers.BaseImageProcessor`]: A processor of the same class.
 
     Raises:
-        InputError: If the size isn't positive or the processor can't be set to it.
+        InputError: If the size is not positive or the processor cannot be set to it.
     """
     if size < 1:
-        raise InputError(f"--image_size {size} is not a size. Give a positive number of pixels, such as 224.")
+        raise InputError(f"`image_size={size}` must be a positive number of pixels: try `image_size=224`.")
     if isinstance(processor, TimmWrapperImageProcessor):
         return _rebuild_timm(processor, input_size=(3, size, size), crop_pct=1.0, crop_mode="squash")
     square = {"height": size, "width": size}
     settings = processor.to_dict()
     exact = {"crop_pct": 1.0, "resize_short": size, "size_divisor": 1}
     exact = {key: value for key, value in exact.items() if key in settings}
-    # Processors differ in which of these they understand, and none says so: the first that works is taken.
+    # Processors understand different settings and ignore the others: take the first that works.
     for attempt in (
         {"size": square, "do_center_crop": False, **exact},
         {"size": {"shortest_edge": size}, "do_center_crop": False, **exact},
@@ -123,17 +123,17 @@ def set_image_size(processor: BaseImageProcessor, size: int) -> BaseImageProcess
                 return resized
         except (AttributeError, KeyError, TypeError, ValueError):
             continue
-    raise InputError(f"--image_size {size}: {type(processor).__name__} cannot be set to it. Leave it out.")
+    raise InputError(f"{type(processor).__name__} cannot be set to `image_size={size}`: leave `image_size` out.")
 
 
 def set_normalization(
     processor: BaseImageProcessor, mean: Sequence[float], std: Sequence[float]
 ) -> BaseImageProcessor:
-    """Make a processor that normalises with other statistics.
+    """Make a processor that normalises with another mean and standard deviation.
 
     Args:
         processor ([`~transformers.BaseImageProcessor`]):
-            The model's image processor; it is left as it is.
+            The model's image processor; it does not change.
         mean (`Sequence[float]`):
             The mean of each channel, of values as the processor scales them, by default to [0, 1].
         std (`Sequence[float]`):
@@ -143,42 +143,42 @@ def set_normalization(
         [`~transformers.BaseImageProcessor`]: A processor of the same class.
 
     Raises:
-        InputError: If a standard deviation isn't positive or the processor doesn't apply them.
+        InputError: If a standard deviation is not positive or the processor does not apply them.
     """
     if min(std) <= 0:
-        raise InputError(f"The standard deviations {list(std)} must be positive.")
+        raise InputError(f"`std={list(std)}` must be positive in each channel: use `std=[1.0, 1.0, 1.0]` to leave it.")
     if isinstance(processor, TimmWrapperImageProcessor):
         return _rebuild_timm(processor, mean=tuple(mean), std=tuple(std))
-    # EfficientNet's processor divides by the deviation a second time where include_top is set.
+    # EfficientNet's processor divides by the deviation a second time if include_top is set.
     once = {"include_top": False} if "include_top" in processor.to_dict() else {}
     plain, normalized = (
         _rebuild(processor, do_normalize=True, image_mean=m, image_std=s, **once)
         for m, s in (([0.0] * 3, [1.0] * 3), (list(mean), list(std)))
     )
-    # Some processors take these settings and ignore them (MobileViT's) or reorder channels (PPLCNet's).
+    # Some processors ignore these settings (MobileViT's) or reorder channels (PPLCNet's).
     before, after = (evaluation_transform(p)(Image.new("RGB", (64, 64), (50, 100, 150))) for p in (plain, normalized))
     if not torch.allclose(v2.functional.normalize(before, list(mean), list(std)), after, atol=1e-3):
-        raise InputError(f"{type(processor).__name__} cannot take another mean and std. Leave --normalization out.")
+        raise InputError(f"{type(processor).__name__} cannot take another mean and std: leave `normalization` out.")
     return normalized
 
 
 def update_pretrained_cfg(pretrained_cfg: dict[str, Any], processor: TimmWrapperImageProcessor) -> dict[str, Any]:
-    """Write a timm processor's settings into its model's `config.pretrained_cfg`, where timm keeps them.
+    """Write a timm processor's settings into its model's `config.pretrained_cfg`, where timm reads them.
 
-    `TimmWrapperImageProcessor.save_pretrained` saves nothing: what isn't in there is lost.
+    `TimmWrapperImageProcessor.save_pretrained` saves nothing, so other settings are lost.
 
     Args:
         pretrained_cfg (`dict[str, Any]`):
-            The model's `config.pretrained_cfg`; it is left as it is.
+            The model's `config.pretrained_cfg`; it does not change.
         processor ([`~transformers.TimmWrapperImageProcessor`]):
             The processor that the model was trained with.
 
     Returns:
-        `dict[str, Any]`: What to put in its place.
+        `dict[str, Any]`: the new `pretrained_cfg`.
     """
     updated = {**pretrained_cfg, **processor.data_config}
     if tuple(updated["input_size"]) != tuple(pretrained_cfg.get("input_size", ())):
-        # timm may prefer these where it evaluates; they belong to the size that the model had before.
+        # timm may prefer these in evaluation; they belong to the former size.
         updated = {k: v for k, v in updated.items() if k not in ("test_input_size", "test_crop_pct")}
     return updated
 

@@ -91,12 +91,12 @@ def test_a_size_that_is_set_cuts_nothing_off_a_square(processor):
 
 @pytest.mark.parametrize("size", [0, -8])
 def test_a_size_must_be_positive(size):
-    with pytest.raises(InputError, match=f"--image_size {size}"):
+    with pytest.raises(InputError, match=f"`image_size={size}`"):
         set_image_size(ViTImageProcessor(), size)
 
 
 def test_images_of_no_common_size_are_refused():
-    with pytest.raises(InputError, match=r"TextNetImageProcessor .* --image_size"):
+    with pytest.raises(InputError, match=r"TextNetImageProcessor .* `image_size="):
         output_size(TextNetImageProcessor())
 
 
@@ -115,7 +115,7 @@ def test_normalization_is_set_on_a_copy(processor, image):
 
 @pytest.mark.parametrize("processor", [MobileViTImageProcessor(), PPLCNetImageProcessor()])
 def test_processors_that_ignore_a_normalization_are_named(processor):
-    with pytest.raises(InputError, match=f"{type(processor).__name__}.*--normalization"):
+    with pytest.raises(InputError, match=f"{type(processor).__name__}.*`normalization`"):
         set_normalization(processor, [0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
 
 

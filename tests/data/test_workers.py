@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from entame_hf.data.workers import start_workers, work
+from entame_hf.data.workers import Workers
 
 
 class Ends:
@@ -40,10 +40,10 @@ def paused():
 @pytest.mark.usefixtures("paused")
 def test_what_the_parent_has_thrown_away_ends_in_the_parent(tmp_path):
     Ends(tmp_path)
-    pool = start_workers(collect, 1)
-    assert pool is not None
-    with pool:
-        assert pool.submit(work, 0).result() >= 1
+    workers = Workers(collect)
+    workers.start(1)
+    with workers.pool:
+        assert workers.map([0])[0] >= 1
         assert list(tmp_path.iterdir()) == []
     # As it was.
     assert not gc.isenabled()
@@ -56,10 +56,10 @@ def test_a_parent_that_collects_goes_on_so(enabled):
     if not enabled:
         gc.disable()
     try:
-        pool = start_workers(abs, 1)
-        assert pool is not None
-        with pool:
+        workers = Workers(abs)
+        workers.start(1)
+        with workers.pool:
             assert gc.isenabled() == enabled
-            assert pool.submit(gc.isenabled).result()
+            assert workers.pool.submit(gc.isenabled).result()
     finally:
         gc.enable()
