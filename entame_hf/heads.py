@@ -1,4 +1,4 @@
-"""Where the classifiers of a model are."""
+"""Find the classifier heads of a model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from .errors import InputError
 
 TIMM_PREFIX = "timm_model."
 
-# Second heads that timm's table leaves out, by the first: a distilled one, and one on auxiliary features.
+# Second heads that timm's table omits, by the first head: a distilled one, and one on auxiliary features.
 TIMM_SECOND_HEADS = {"head.linear": "head_dist.linear", "fc": "AuxLogits.fc"}
 
-# Where the backbone itself gives the logits.
+# Models whose backbone itself gives the logits.
 TRANSFORMERS_HEADS = {"perceiver": ["perceiver.decoder.decoder.final_layer"]}
+
+# The attribute that holds the model in torch.compile's, DDP's (DataParallel's, DeepSpeed's) and FSDP1's wrappers.
+WRAPPED = ("_orig_mod", "module", "_fsdp_wrapped_module")
 
 Leaf = nn.Linear | nn.Conv2d
 
@@ -40,16 +43,18 @@ def find_heads(model: nn.Module, paths: str | Iterable[str] | None = None) -> li
 
     Args:
         model (`torch.nn.Module`):
-            A timm model, a `TimmWrapperForImageClassification` or a transformers `*ForImageClassification`.
+            A timm model, a `TimmWrapperForImageClassification` or a transformers `*ForImageClassification`; peft's,
+            DDP's and torch.compile's wrappers of one too.
         paths (`str` or iterable of `str`, *optional*):
-            Dotted paths of the leaves, for models of your own; nothing is searched then.
+            Dotted paths of the leaves, for models of your own. The search is skipped then.
 
     Returns:
-        `list[Head]`: at least one, in the order of the model's modules; several where a model has distilled,
-        auxiliary or token heads.
+        `list[Head]`: at least one, in the order of the model's modules. Models with distilled, auxiliary or token
+        heads have several.
 
     Raises:
-        ValueError: no head was found, or a path leads to none; the message lists candidates.
+        InputError: no head is found, a path leads to none, or the head's classes are not `config.num_labels`. The
+            message lists candidates, or both numbers.
 
     Example:
 
@@ -71,34 +76,72 @@ def find_heads(model: nn.Module, paths: str | Iterable[str] | None = None) -> li
     else:
         found = []
     if not found:
-        inner = timm_model(base)
-        if inner is not None and getattr(inner, "num_classes", None) == 0:
-            raise InputError(
-                f"This {type(inner).__name__} was built without a classifier head. "
-                "Pass num_classes=10 (your number of classes) to timm.create_model."
-            )
-        raise InputError(
-            f"No classifier head found in {type(base).__name__}. "
-            f'Pass EntameConfig(head="path"); candidates: {", ".join(_candidates(model)) or "none"}.'
-        )
+        raise InputError(_why_none(model, base))
     return [_at(model, path) for path in found]
 
 
+def _why_none(model: nn.Module, base: nn.Module) -> str:
+    """Explain why a search found no head, and what to type."""
+    inner = timm_model(base)
+    if inner is not None and getattr(inner, "num_classes", None) == 0:
+        return (
+            f"This {type(inner).__name__} was built without a classifier head (num_classes=0). "
+            "Pass num_classes=10 (your number of classes) to timm.create_model."
+        )
+    if isinstance(base, PreTrainedModel):
+        if base.config.num_labels == 0:
+            return (
+                f"This {type(base).__name__} was built without a classifier head (num_labels=0). "
+                "Pass num_labels=10 (your number of classes) to from_pretrained."
+            )
+        outside = [head for head in leaves(base) if not head[0].startswith(f"{base.base_model_prefix}.")]
+        if outside:
+            path, leaf = outside[-1]
+            return disagreement(path, num_classes(leaf), base.config.num_labels)
+    return (
+        f"No classifier head found in {type(base).__name__}. "
+        f'Pass EntameConfig(head="path"); candidates: {", ".join(_candidates(model)) or "none"}.'
+    )
+
+
+def disagreement(path: str, outputs: int, labels: int | None) -> str:
+    """Write the message for a head whose outputs are not the config's labels."""
+    return (
+        f"`{path}` has {outputs} outputs and `config.num_labels` is {labels}: the loss needs the same number. Type "
+        f"model.config.num_labels = {outputs}, or load the model with num_labels={labels} and "
+        "ignore_mismatched_sizes=True."
+    )
+
+
+def wrapped_models(model: Any) -> Iterator[Any]:
+    """Iterate from a model through peft's, DDP's and torch.compile's wrappers to the model inside."""
+    yield model
+    while steps := _wrapped_at(model):
+        model = model.get_submodule(".".join(steps))
+        yield model
+
+
 def base_model(model: Any) -> Any:
-    """Get the model that was adapted with peft; every other model is its own."""
-    return model.get_base_model() if is_peft(model) else model
+    """Get the model inside peft's, DDP's and torch.compile's wrappers; any other model is returned as it is."""
+    *_, base = wrapped_models(model)
+    return base
 
 
 def is_peft(module: nn.Module) -> bool:
-    """Tell whether a module is one of peft's: a model with adapters, or a layer of it."""
+    """Check whether a module is peft's: a model with adapters, or an adapted layer."""
     return type(module).__module__.startswith("peft.")
 
 
+def has_adapters(model: nn.Module) -> bool:
+    """Check whether a model holds peft's adapters, added by peft or by `model.add_adapter` of transformers."""
+    return any(is_peft(module) for module in model.modules())
+
+
 def timm_model(model: nn.Module) -> Any:
-    """Get the timm model that `model` is or wraps; None where it is another library's."""
+    """Get the timm model that `model` is or wraps; None for other libraries' models."""
     model = base_model(model)
     if isinstance(model, PreTrainedModel):
-        return model.timm_model if model.config.model_type == "timm_wrapper" else None
+        return base_model(model.timm_model) if model.config.model_type == "timm_wrapper" else None
     return model if "pretrained_cfg" in vars(model) else None
 
 
@@ -113,60 +156,70 @@ def _timm_paths(model: nn.Module) -> list[str]:
 
 
 def _transformers_paths(model: PreTrainedModel) -> list[str]:
-    """Take the leaves outside of the backbone that are as wide as the labels are many."""
+    """List the leaves outside of the backbone that have one output a label."""
     if model.config.model_type in TRANSFORMERS_HEADS:
         return TRANSFORMERS_HEADS[model.config.model_type]
     backbone = f"{model.base_model_prefix}."
     return [
         path
-        for path, leaf in _leaves(model)
+        for path, leaf in leaves(model)
         if not path.startswith(backbone) and num_classes(leaf) == model.config.num_labels
     ]
 
 
 def num_classes(leaf: Leaf) -> int:
-    """Count the classes that a leaf tells apart: C."""
+    """Get C, the number of classes that a leaf gives logits for."""
     return leaf.out_features if isinstance(leaf, nn.Linear) else leaf.out_channels
 
 
 def num_features(leaf: Leaf) -> int:
-    """Count the features that a leaf reads per example or position: K."""
+    """Get K, the number of features that a leaf reads per example or position."""
     return leaf.in_features if isinstance(leaf, nn.Linear) else leaf.in_channels
 
 
-def _leaves(module: nn.Module, path: Sequence[str] = ()) -> Iterator[tuple[str, Leaf]]:
-    """Iterate over the leaves that compute, and not over an adapter's own or those that it has put aside."""
-    steps, module = _through_adapter(list(path), module)
+def leaves(module: nn.Module, path: Sequence[str] = ()) -> Iterator[tuple[str, Leaf]]:
+    """Iterate over the leaves that compute, without an adapter's own leaves and its spare copies.
+
+    Yields:
+        `tuple[str, torch.nn.Module]`: path and leaf.
+    """
+    steps, module = _unwrap(list(path), module)
     if isinstance(module, Leaf):
         yield ".".join(steps), module
     for name, child in module.named_children():
-        yield from _leaves(child, [*steps, name])
+        yield from leaves(child, [*steps, name])
 
 
-def _through_adapter(path: list[str], module: Any) -> tuple[list[str], nn.Module]:
-    """Go from a model or layer of peft's to what it adapts, or to the copy of it that it trains."""
-    steps: list[str] = []
-    if is_peft(module) and "modules_to_save" in module._modules:
-        steps = ["modules_to_save", *module.active_adapters[:1]]
-    elif is_peft(module) and "base_layer" in module._modules:
-        steps = ["base_layer"]
-    elif is_peft(module) and "base_model" in module._modules:
-        steps = ["base_model", "model"]
-    return path + steps, module.get_submodule(".".join(steps))
+def _wrapped_at(module: Any) -> list[str]:
+    """Get the path from a wrapper, or a layer of peft's, to what it wraps; empty for other modules."""
+    children = module._modules
+    if is_peft(module) and "modules_to_save" in children:
+        return ["modules_to_save", *module.active_adapters[:1]]
+    if is_peft(module) and "base_layer" in children:
+        return ["base_layer"]
+    if is_peft(module) and "base_model" in children:
+        return ["base_model", "model"] if is_peft(module.base_model) else ["base_model"]
+    return next(([name] for name in WRAPPED if list(children) == [name]), [])
+
+
+def _unwrap(path: list[str], module: Any) -> tuple[list[str], nn.Module]:
+    """Go through wrappers and peft's layers to the module that they wrap, and extend the path to it."""
+    while steps := _wrapped_at(module):
+        path, module = path + steps, module.get_submodule(".".join(steps))
+    return path, module
 
 
 def _get(model: nn.Module, path: str) -> tuple[str, nn.Module | None]:
-    """Follow a dotted path, through adapters that stand in its way: the path as `get_submodule` takes it, and what is
-    there."""
+    """Follow a dotted path through wrappers: the path as `get_submodule` takes it, and the module there."""
     steps: list[str] = []
     module = model
     for name in path.split("."):
         if name not in module._modules:
-            steps, module = _through_adapter(steps, module)
+            steps, module = _unwrap(steps, module)
         if name not in module._modules:
             return path, None
         steps, module = [*steps, name], module.get_submodule(name)
-    steps, module = _through_adapter(steps, module)
+    steps, module = _unwrap(steps, module)
     return ".".join(steps), module
 
 
@@ -184,5 +237,5 @@ def _at(model: nn.Module, path: str) -> Head:
 
 
 def _candidates(model: nn.Module, at_most: int = 5) -> list[str]:
-    """List the last leaves of a model: a head stands at its end."""
-    return [path for path, _ in _leaves(base_model(model))][-at_most:][::-1]
+    """List the last leaves of a model, where a head usually stands."""
+    return [path for path, _ in leaves(base_model(model))][-at_most:][::-1]

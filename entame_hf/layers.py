@@ -1,4 +1,4 @@
-"""z-normalisation of a batch: the arithmetic."""
+"""z-normalisation across a batch: the function, then the classifiers that use it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# torch calls it so since 2.14, and warns of its former name.
+from .errors import InputError
+
+# The name since torch 2.14, which deprecates the former one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class BatchStatistics(NamedTuple):
-    """Statistics of one batch, per feature; the mean is `origin + offset`.
-
-    Features far from zero keep their precision because everything is computed relative to `origin`, a row of the
-    batch: a constant feature has an offset and a variance of exactly zero.
-    """
-
-    origin: Tensor
-    offset: Tensor
-    var: Tensor
-    number: Tensor | int
 
 
 def z_norm(
@@ -33,9 +22,9 @@ def z_norm(
     """Normalise each feature to zero mean and unit variance across the batch.
 
     Args:
-        x (`torch.Tensor` of shape `(N, *, K)`): floating-point features; `dim` says where K is.
-        mean (`torch.Tensor` of shape `(K,)`, *optional*): given statistics; the batch's own where left out.
-        var (`torch.Tensor` of shape `(K,)`, *optional*): biased variance that belongs to `mean`.
+        x (`torch.Tensor` of shape `(N, *, K)`): floating-point features, with K at `dim`.
+        mean (`torch.Tensor` of shape `(K,)`, *optional*): defaults to the batch's mean.
+        var (`torch.Tensor` of shape `(K,)`, *optional*): biased variance; defaults to the batch's.
         eps (`float`, *optional*, defaults to 1e-5): added to the variance under the root.
         dim (`int`, *optional*, defaults to -1): the feature dimension; statistics are taken over all others.
 
@@ -43,7 +32,7 @@ def z_norm(
         `torch.Tensor`: shape and dtype of `x`; computed in float32, or float64 where `x` is.
 
     Raises:
-        ValueError: one of `mean` and `var` is given without the other.
+        InputError: one of `mean` and `var` is set without the other.
 
     Example:
 
@@ -59,12 +48,28 @@ def z_norm(
     Source: equation 19 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
     if (mean is None) != (var is None):
-        raise ValueError("z_norm takes mean and var together: give both, or none to use the batch's own.")
+        set_one, other = ("var", "mean") if mean is None else ("mean", "var")
+        raise InputError(
+            f"z_norm got `{set_one}` without `{other}`: pass both, or neither to use the batch's own statistics."
+        )
     wide = widen(x)
     if mean is None or var is None:
         return standardise(wide, batch_statistics(wide, dim, sync=False), eps, dim).to(x.dtype)
     zero = torch.zeros_like(mean)
     return standardise(wide, BatchStatistics(mean, zero, var, 0), eps, dim).to(x.dtype)
+
+
+class BatchStatistics(NamedTuple):
+    """Statistics of one batch, per feature; the mean is `origin + offset`.
+
+    `origin` is a row of the batch. Statistics relative to it keep the precision of features far from zero, and a
+    constant feature has an offset and a variance of exactly zero.
+    """
+
+    origin: Tensor
+    offset: Tensor
+    var: Tensor
+    number: Tensor | int
 
 
 def widen(x: Tensor) -> Tensor:
@@ -87,11 +92,11 @@ def standardise(x: Tensor, batch: BatchStatistics, eps: float, dim: int) -> Tens
 
 
 def batch_statistics(x: Tensor, dim: int, sync: bool) -> BatchStatistics:
-    """Compute the statistics of a batch, over all processes where `sync` says so."""
+    """Compute the statistics of a batch, with `sync` of the global batch of all processes."""
     rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
     if sync:
         origin, offset, var, number = _GlobalStatistics.apply(rows)
-        # Here: torch.compile stumbles over mark_non_differentiable before torch 2.14.
+        # Detached here: torch.compile fails on mark_non_differentiable before torch 2.14.
         return BatchStatistics(origin.detach(), offset, var, number.detach())
     count = rows.shape[0]
     origin, offset, squares = _moments(rows)
@@ -99,7 +104,7 @@ def batch_statistics(x: Tensor, dim: int, sync: bool) -> BatchStatistics:
 
 
 def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the first row, the mean relative to it, and the sum of squares around the mean."""
+    """Compute the first row, the mean relative to it, and the sum of squared deviations from the mean."""
     origin = rows[0].detach() if len(rows) else rows.new_zeros(rows.shape[1])
     shifted = rows - origin
     offset = shifted.sum(0) / max(len(rows), 1)
@@ -107,10 +112,10 @@ def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _GlobalStatistics(torch.autograd.Function):
-    """Give `origin`, `offset`, `var` and `number` of the batch that is spread over all processes.
+    """Compute `origin`, `offset`, `var` and `number` of the global batch.
 
-    Forward, 3K + 1 numbers of each process are gathered; backward, 2K are summed. A gradient that is written out
-    launches fewer kernels than those of all the operations that statistics are combined by.
+    The forward gathers 3K + 1 numbers a process, the backward sums 2K. The explicit backward launches fewer kernels
+    than autograd would.
     """
 
     @staticmethod
@@ -122,8 +127,7 @@ class _GlobalStatistics(torch.autograd.Function):
         origins, offsets, squares, counts = table.view(-1, len(mine)).split([width, width, width, 1], dim=1)
         total = counts.sum()
         divisor = total.clamp(min=1)
-        # A process without samples has no row to offer as the common origin: take the largest batch's. Not by
-        # indexing, for which the host would wait until the device knows which it is.
+        # The largest batch has a row to be the common origin. index_select, as indexing synchronises with the host.
         origin = origins.index_select(0, counts.argmax(0)).squeeze(0)
         means = offsets + (origins - origin)
         offset = (counts * means).sum(0) / divisor
@@ -135,7 +139,7 @@ class _GlobalStatistics(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Any, to_offset: Tensor, to_var: Tensor, __: Any) -> Tensor:
         rows, origin, offset, divisor = ctx.saved_tensors
-        # Each process's outputs depend on the statistics, and these on each process's rows.
+        # Every process's outputs depend on every process's rows, through the statistics.
         gradients = torch.cat([to_offset, to_var])
         dist.all_reduce(gradients)
         to_offset, to_var = (gradients / divisor).chunk(2)
@@ -143,25 +147,30 @@ class _GlobalStatistics(torch.autograd.Function):
 
 
 class ZNorm(nn.Module):
-    """Normalise features with the batch's statistics in training and with the stored ones in evaluation.
+    """Normalise features, by the batch's statistics in training mode and by the stored ones in eval mode.
+
+    The stored statistics are the exact weighted mean of the batches' statistics. A batch of n samples has weight
+    m = `momentum * n / largest_batch`, and each later batch scales it by 1 − m. Under `momentum=1` a full batch
+    replaces the statistics, and a partial last batch barely moves them.
 
     Args:
         num_features (`int`): K.
         eps (`float`, *optional*, defaults to 1e-5): added to the variance under the root.
-        momentum (`float`, *optional*, defaults to 1.0):
-            A batch of n samples moves the stored statistics by `momentum * n / largest_batch`: a full batch replaces
-            them, a left-over partial batch barely moves them.
-        sync (`bool`, *optional*, defaults to `True`): take the statistics over all processes of a distributed run.
+        momentum (`float`, *optional*, defaults to 1.0): weight of a full batch, in (0, 1].
+        sync (`bool`, *optional*, defaults to `True`): use the global batch of all processes.
         dim (`int`, *optional*, defaults to -1): the feature dimension of the input.
+        dtype (`torch.dtype`, *optional*): of the classifier; statistics are in float32, or in float64 where it is.
 
     Shape: input and output `(N, *, K)`, or K at `dim`.
 
-    Source: equation 19 of [ENTAME](https://arxiv.org/abs/1905.10698); like batch normalisation without parameters.
+    Source: equation 19 of [ENTAME](https://arxiv.org/abs/1905.10698); batch normalisation without parameters. The
+    weighted mean corrects for its start as [Adam](https://arxiv.org/abs/1412.6980), section 3, does.
     """
 
     mean: Tensor
     var: Tensor
     largest_batch: Tensor
+    total_weight: Tensor
 
     def __init__(
         self,
@@ -172,18 +181,17 @@ class ZNorm(nn.Module):
         sync: bool = True,
         dim: int = -1,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_features, self.eps, self.momentum, self.sync, self.dim = (
-            num_features,
-            eps,
-            momentum,
-            sync,
-            dim,
-        )
-        self.register_buffer("mean", torch.zeros(num_features, device=device))
-        self.register_buffer("var", torch.ones(num_features, device=device))
-        self.register_buffer("largest_batch", torch.zeros((), device=device))
+        wide = torch.promote_types(dtype or torch.float32, torch.float32)
+        self.num_features, self.dim = num_features, dim
+        self.eps, self.momentum, self.sync = eps, momentum, sync
+        self.register_buffer("mean", torch.zeros(num_features, device=device, dtype=wide))
+        self.register_buffer("var", torch.ones(num_features, device=device, dtype=wide))
+        self.register_buffer("largest_batch", torch.zeros((), device=device, dtype=wide))
+        # What the weights of all batches so far add up to: 1 − (1 − momentum)^t after t full ones.
+        self.register_buffer("total_weight", torch.zeros((), device=device, dtype=wide))
         self.unfold_next = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,7 +204,7 @@ class ZNorm(nn.Module):
             return z_norm(x, self.mean, self.var, eps=self.eps, dim=self.dim)
         batch = batch_statistics(wide, self.dim, across)
         if across:
-            # The global count lives on the device: choosing there spares a synchronisation.
+            # The global count is on the device. A choice there saves a synchronisation.
             spread = torch.as_tensor(batch.number) > 1
             batch = BatchStatistics(
                 torch.where(spread, batch.origin, self.mean),
@@ -212,20 +220,24 @@ class ZNorm(nn.Module):
     def _store(self, batch: BatchStatistics) -> None:
         self.largest_batch.clamp_(min=batch.number)
         weight = self.momentum * batch.number / self.largest_batch.clamp(min=1)
+        if self.momentum < 1:
+            self.total_weight.add_(weight * (1 - self.total_weight))
+            # An empty batch divides 0 by 0 otherwise.
+            weight = weight / self.total_weight.clamp(min=torch.finfo(weight.dtype).tiny)
         self.mean.lerp_((batch.origin + batch.offset).to(self.mean.dtype), weight.to(self.mean.dtype))
         self.var.lerp_(batch.var.to(self.var.dtype), weight.to(self.var.dtype))
 
     def set_identity_(self) -> None:
-        """Reset the stored statistics so that evaluation passes features through unchanged."""
+        """Reset the stored statistics so that eval mode passes features through unchanged."""
         self.mean.zero_()
         self.var.fill_(1 - self.eps)
         self.largest_batch.zero_()
+        self.total_weight.zero_()
 
     def unfold_(self, leaf: ZNormLeaf, x: Tensor) -> None:
         """Rewrite a classifier of raw features so that it gives the same logits over this batch's normalised ones.
 
-        The inverse of folding, with the statistics of `x`, the first training batch: an adapted head goes on from
-        where it was.
+        The inverse of folding, by the statistics of `x`, the first training batch. A kept head starts where it was.
         """
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             batch = batch_statistics(widen(x), self.dim, self._across_processes())
@@ -240,7 +252,7 @@ class ZNorm(nn.Module):
         return self.sync and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZNorm:
-        # model.half() and model.to(torch.bfloat16) must not round the statistics.
+        # model.half() and model.to(torch.bfloat16) must leave the statistics in float32.
         before = dict(self.named_buffers())
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -254,12 +266,12 @@ class ZNorm(nn.Module):
 
 
 def _recomputing() -> bool:
-    """Tell whether this forward repeats an earlier one within a backward, as activation checkpointing does."""
+    """Check whether this forward repeats an earlier one during a backward, as activation checkpointing does."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class ZNormLeaf(nn.Module):
-    """What the classifiers over normalised features have in common."""
+    """Base of the classifiers over normalised features."""
 
     znorm: ZNorm
     weight: Any
@@ -271,14 +283,19 @@ class ZNormLeaf(nn.Module):
         return super().forward(self.znorm(x))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A stock or folded checkpoint has a head without statistics. That head reads raw features.
+        # No public hook can add the buffers that a checkpoint lacks: one of stock or folded weights has no statistics.
         names = {f"{prefix}znorm.{name}" for name, _ in self.znorm.named_buffers()}
+        total = f"{prefix}znorm.total_weight"
         if f"{prefix}weight" in state_dict and names.isdisjoint(state_dict):
+            # This head reads raw features: the first training batch rewrites it, its mean going into the bias.
             self.znorm.set_identity_()
+            self.znorm.unfold_next = self.bias is not None
             state_dict.update({f"{prefix}znorm.{name}": buffer for name, buffer in self.znorm.named_buffers()})
         elif not names.isdisjoint(state_dict):
-            # The head that comes is one over normalised features already.
             self.znorm.unfold_next = False
+            if total not in state_dict:
+                # Written before the mean was corrected for its start: continue as an average of full weight.
+                state_dict[total] = torch.ones_like(self.znorm.total_weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -319,7 +336,7 @@ class ZNormLinear(ZNormLeaf, nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.znorm = ZNorm(in_features, eps=eps, momentum=momentum, sync=sync, device=device)
+        self.znorm = ZNorm(in_features, eps=eps, momentum=momentum, sync=sync, device=device, dtype=dtype)
 
 
 class ZNormConv2d(ZNormLeaf, nn.Conv2d):
@@ -348,4 +365,5 @@ class ZNormConv2d(ZNormLeaf, nn.Conv2d):
         **conv: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, kernel_size, **conv)
-        self.znorm = ZNorm(in_channels, eps=eps, momentum=momentum, sync=sync, dim=-3, device=conv.get("device"))
+        where = {name: conv.get(name) for name in ("device", "dtype")}
+        self.znorm = ZNorm(in_channels, eps=eps, momentum=momentum, sync=sync, dim=-3, **where)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from entame_hf import ZNormConv2d, ZNormLinear, z_norm
+from entame_hf import InputError, ZNormConv2d, ZNormLinear, z_norm
 from entame_hf.layers import ZNorm, batch_statistics
 
 
@@ -84,7 +84,7 @@ def test_bf16_autocast_computes_statistics_in_float32():
     torch.testing.assert_close(layer.znorm.mean, x.mean(0), rtol=1e-6, atol=1e-5)
 
 
-def test_a_full_batch_replaces_the_statistics_and_a_partial_one_barely_moves_them():
+def test_without_averaging_a_full_batch_replaces_the_statistics_and_a_partial_one_barely_moves_them():
     layer = ZNorm(3).train()
     full, left_over = torch.randn(100, 3), 50 + torch.randn(4, 3)
     layer(full)
@@ -95,12 +95,57 @@ def test_a_full_batch_replaces_the_statistics_and_a_partial_one_barely_moves_the
     torch.testing.assert_close(layer.mean, before + (left_over.mean(0) - before) * 4 / 100)
 
 
-def test_momentum_averages():
-    layer = ZNorm(3, momentum=0.25).train()
-    x = 4 + torch.randn(50, 3)
+def weighted_mean(batches, momentum):
+    """The mean and variance that a layer stores, written down in float64 from the weights of all batches."""
+    weights, largest = [], 0
+    for batch in batches:
+        largest = max(largest, len(batch))
+        weight = momentum * len(batch) / max(largest, 1)
+        weights = [earlier * (1 - weight) for earlier in weights] + [weight]
+    counted = [(weight / sum(weights), batch) for weight, batch in zip(weights, batches, strict=True) if weight]
+    mean = sum(weight * batch.mean(0) for weight, batch in counted)
+    return mean, sum(weight * batch.var(0, correction=0) for weight, batch in counted)
+
+
+@pytest.mark.parametrize("sizes", [[50], [50] * 7, [8, 50, 50, 3, 50, 1, 0, 20]], ids=["one", "equal", "ragged"])
+@pytest.mark.parametrize("momentum", [1e-4, 0.1, 0.9])
+def test_stored_statistics_are_the_weighted_mean_of_all_batches(sizes, momentum):
+    torch.manual_seed(0)
+    layer = ZNorm(3, momentum=momentum).double().train()
+    batches = [4 + 3 * torch.rand(()) + torch.randn(size, 3).double() for size in sizes]
+    for batch in batches:
+        layer(batch)
+    # One sample and none have no variance, and leave the statistics alone.
+    mean, var = weighted_mean([batch for batch in batches if len(batch) > 1], momentum)
+    torch.testing.assert_close(layer.mean, mean)
+    torch.testing.assert_close(layer.var, var)
+
+
+def test_the_first_batch_replaces_the_initial_statistics():
+    layer, x = ZNorm(3, momentum=0.1).train(), 4 + torch.randn(50, 3)
     layer(x)
-    torch.testing.assert_close(layer.mean, 0.25 * x.mean(0))
-    torch.testing.assert_close(layer.var, 0.75 + 0.25 * x.var(0, unbiased=False))
+    torch.testing.assert_close(layer.mean, x.mean(0))
+    torch.testing.assert_close(layer.var, x.var(0, correction=0))
+
+
+def test_an_average_continues_after_saving_and_loading():
+    torch.manual_seed(0)
+    layer, resumed = (ZNormLinear(3, 2, momentum=0.2).double().train() for _ in range(2))
+    first, second = torch.randn(2, 20, 3).double()
+    layer(first)
+    resumed.load_state_dict(layer.state_dict())
+    layer(second)
+    resumed(second)
+    torch.testing.assert_close(resumed.state_dict(), layer.state_dict(), rtol=0, atol=0)
+
+
+def test_statistics_saved_without_their_weight_continue_as_a_plain_average():
+    layer, x = ZNormLinear(3, 2, momentum=0.25).train(), torch.randn(20, 3)
+    layer(x)
+    state = {name: value.clone() for name, value in layer.state_dict().items() if "total_weight" not in name}
+    layer.load_state_dict(state)
+    layer(x + 8)
+    torch.testing.assert_close(layer.znorm.mean, x.mean(0) + 0.25 * 8)
 
 
 def test_one_sample_uses_the_stored_statistics_and_leaves_them():
@@ -169,6 +214,9 @@ def test_a_stock_state_dict_loads_and_gives_the_stock_logits():
     layer.load_state_dict(stock.state_dict())
     x = torch.randn(16, 8)
     torch.testing.assert_close(layer.eval()(x), stock(x))
+    # The first training batch rewrites the weights, over which all later ones are normalised.
+    torch.testing.assert_close(layer.train()(x), stock(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.eval()(x), stock(x), rtol=1e-4, atol=1e-5)
 
 
 def test_loading_other_layers_leaves_the_statistics():
@@ -180,7 +228,7 @@ def test_loading_other_layers_leaves_the_statistics():
 
 
 def test_mean_without_var_is_refused():
-    with pytest.raises(ValueError, match="together"):
+    with pytest.raises(InputError, match="`mean` without `var`"):
         z_norm(torch.randn(4, 3), torch.zeros(3))
 
 

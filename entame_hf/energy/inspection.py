@@ -16,7 +16,7 @@ from ..config import EntameConfig, Method
 from ..errors import InputError
 from ..heads import Head, find_heads, num_classes
 from ..layers import ZNorm
-from ..patch import apply_entame, has_trained_head, inputs_and_labels
+from ..patch import apply_entame, clear_entame_state, has_trained_head, inputs_and_labels
 from .error import ErrorEnergy, fraction_of_error
 from .first_step import backbone_features, first_step, label_rows, unchanged
 
@@ -188,6 +188,8 @@ def _heads_of(
     if method != "keep":
         wanted = EntameConfig.for_method(method)
         paths = [str(index) for index in range(len(leaves))]
+        # These are copies.
+        clear_entame_state(leaves)
         wanted = replace(config, init=wanted.init, feature_norm=wanted.feature_norm, head=paths)
         apply_entame(leaves, wanted, learning_rate=learning_rate, generator=torch.Generator().manual_seed(seed))
     for module in leaves.modules():

@@ -1,29 +1,21 @@
 """Apply ENTAME to a model, fold it again, freeze parts of a model, wrap a timm model."""
 
-from .apply import apply_entame, set_feature_norm
+from .apply import apply_entame, set_applied, set_feature_norm
 from .features import HeadFeatures, class_indices, inputs_and_labels, run_model
 from .fit import HeadFit, collect_head_features, fit_head, fit_to_features
-from .fold import NO_BIAS, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
+from .fold import check_bias, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
 from .freezing import frozen_backbone, frozen_backbone_parameters, frozen_statistics
-from .state import (
-    applied_config,
-    class_names,
-    clear_entame_state,
-    describe_adaptation,
-    has_trained_head,
-    set_applied,
-    set_trained,
-    shareable_config,
-)
+from .saving import class_names, shareable_config
+from .state import applied_config, clear_entame_state, describe_adaptation, has_trained_head, set_trained
 from .wrapping import as_transformers, label_maps, timm_processor
 
 __all__ = [
-    "NO_BIAS",
     "HeadFeatures",
     "HeadFit",
     "applied_config",
     "apply_entame",
     "as_transformers",
+    "check_bias",
     "class_indices",
     "class_names",
     "clear_entame_state",

@@ -1,4 +1,4 @@
-"""Put ENTAME into a model."""
+"""Put ENTAME into a model: draw its heads and normalise their features."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from transformers.utils import logging
 
 from ..config import EntameConfig
 from ..errors import InputError
-from ..heads import Head, Leaf, find_heads, is_peft, num_classes, num_features
+from ..heads import Head, Leaf, base_model, disagreement, find_heads, has_adapters, num_classes, num_features
 from ..layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
-from .fold import fold_leaf, normalise_leaf, to_stock
+from .fold import check_forward, fold_leaf, to_stock, to_znorm
 from .gathering import gathered_parameters, is_zero3_sharded, reshard
-from .state import applied_config, clear_entame_state, has_trained_head, set_applied
+from .saving import patch_save_pretrained
+from .state import clear_config, clear_entame_state, has_config, has_learned, is_saved_head, set_config
 
 logger = logging.get_logger(__name__)
 
@@ -35,29 +36,30 @@ def apply_entame(
     learning_rate: float | None = None,
     generator: torch.Generator | None = None,
 ) -> ModelT:
-    """Initialise a classifier's heads to maximum entropy and normalise what they are fed, in place.
+    """Initialise a classifier's heads to maximum entropy and normalise their features, in place.
 
     Every tensor but the heads' weights and biases stays bit-identical, and every parameter remains the same object
-    under the same name, so optimizers and adapters that refer to it go on working. Applying the same configuration
-    again changes nothing.
+    under the same name, so optimizers and adapters that refer to it still work. Heads that have this configuration
+    already stay as they are. Apply to the model that you save, not to a part of it.
 
     Args:
         model (`torch.nn.Module`): see [`find_heads`].
         config ([`EntameConfig`], *optional*): defaults to the paper's: maximum-entropy head, normalised features.
         num_labels (`int`, *optional*):
             Rebuild the heads for this many classes first, `config.num_labels`, `num_classes` and label maps
-            included. Under `init="keep"` a rebuilt head is drawn from N(0, 0.02²).
+            included. Under `init="keep"` a rebuilt head is drawn from N(0, 0.02²), also where it has as many outputs
+            already.
         learning_rate (`float`, *optional*): γ, the peak learning rate; needed with `noise_lambda` only.
         generator (`torch.Generator`, *optional*):
-            A CPU generator to draw from, so that a seed gives the same head on every device; the heads are then
-            drawn anew even if the same configuration was applied before. Defaults to torch's global generator.
+            A CPU generator, so that a seed gives the same head on every device. All heads are drawn anew, also those
+            that have this configuration already. Defaults to torch's global generator.
 
     Returns:
         `torch.nn.Module`: `model` itself.
 
     Raises:
-        ValueError: no head was found, the model is a regression model, its weights are on the meta device or sharded
-            by FSDP, or its config says that it was adapted already and the new head would wipe the old one.
+        InputError: no head is found, or a head cannot be drawn or normalised: it is frozen, sharded, without values,
+            no plain layer, for regression, or already trained with ENTAME.
 
     Example:
 
@@ -78,86 +80,141 @@ def apply_entame(
     config = config or EntameConfig()
     reshard(model)
     heads = find_heads(model, config.head)
-    if num_labels is not None and is_peft(model):
+    base = base_model(model)
+    if num_labels is not None and has_adapters(model):
         raise InputError("Adapters hold copies of the head: call apply_entame(..., num_labels=...) before peft.")
     for head in heads:
         _check(head, config, num_labels)
-    adapted = has_trained_head(model)
-    if num_labels is not None and (adapted or any(num_classes(head.module) != num_labels for head in heads)):
+    trained = {head.path for head in heads if has_learned(head.module) or is_saved_head(base, head.module)}
+    if num_labels is None:
+        _check_labels(base, heads)
+    elif trained or _must_rebuild(base, heads, config, num_labels):
         _resize(model, heads, num_labels, generator)
-    elif applied_config(model) == config and generator is None and not adapted:
-        return model
-    elif config.init != "keep" and num_labels is None and adapted:
+        clear_entame_state(model)
+        trained = set()
+    drawn = [head for head in heads if generator is not None or not has_config(head.module, config)]
+    wiped = [head.path for head in drawn if head.path in trained and config.init != "keep"]
+    if wiped:
         raise InputError(
-            "This model was adapted with ENTAME before, and a new head would wipe what its head has learned. "
-            'Pass EntameConfig(init="keep") (--entame_method keep) to go on from its head, or '
-            "apply_entame(model, num_labels=...) to start a new one."
+            f"`{wiped[0]}` was adapted with ENTAME before, and a new head would wipe what it has learned. Keep it: "
+            'EntameConfig(init="keep") or `entame_method="keep"`; or start a new one: '
+            "apply_entame(model, num_labels=...)."
         )
-    set_feature_norm(heads, config)
-    if config.init != "keep":
-        for head in heads:
+    set_feature_norm(drawn, config)
+    for head in drawn:
+        if config.init != "keep":
             _draw(head.module, _std(head.module, config, learning_rate), generator)
-    set_applied(model, config)
-    if config.init == "ridge" and generator is None:
+        _note(head, config, head.path in trained)
+    patch_save_pretrained(model)
+    if drawn and config.init == "ridge" and generator is None:
         logger.warning_once(
             "The head is drawn at maximum entropy until it is fitted: call fit_head(model, batches) before training. "
             "EntameTrainer does so by itself."
         )
-    if num_labels is not None:
-        clear_entame_state(model)
     return model
 
 
+def set_applied(model: nn.Module, config: EntameConfig) -> None:
+    """Note on a model's heads that a configuration is applied to them, and save the model folded from now on.
+
+    Args:
+        model (`torch.nn.Module`): a model with the structure that `config` asks for, see [`set_feature_norm`].
+        config ([`EntameConfig`]): how its heads were drawn.
+    """
+    for head in find_heads(model, config.head):
+        _note(head, config, has_learned(head.module))
+    patch_save_pretrained(model)
+
+
+def _note(head: Head, config: EntameConfig, trained: bool) -> None:
+    set_config(head.module, config)
+    if trained:
+        vars(head.module)["entame_trained"] = True
+
+
+def _must_rebuild(base: nn.Module, heads: list[Head], config: EntameConfig, num_labels: int) -> bool:
+    """Check whether `num_labels` asks for other heads than a model has."""
+    if any(num_classes(head.module) != num_labels for head in heads):
+        return True
+    if isinstance(base, PreTrainedModel) and base.config.num_labels != num_labels:
+        return True
+    # A head that is drawn needs no rebuilding. One that is kept would know other classes.
+    return config.init == "keep" and not all(has_config(head.module, config) for head in heads)
+
+
+def _check_labels(base: nn.Module, heads: list[Head]) -> None:
+    """Refuse a head that was replaced by one for another number of classes than the config has."""
+    for head in heads:
+        if isinstance(base, PreTrainedModel) and num_classes(head.module) != base.config.num_labels:
+            raise InputError(disagreement(head.path, num_classes(head.module), base.config.num_labels))
+
+
 def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
-    leaf = head.module
+    path, leaf = f"`{head.path}`", head.module
     classes = num_classes(leaf) if num_labels is None else num_labels
     if classes < 1:
-        raise InputError(f"num_labels={classes} is no number of classes: use two or more.")
+        raise InputError(f"`num_labels={classes}` is no number of classes: use two or more.")
     if classes < 2:
         raise InputError(
-            f"{head.path} would have one output: that is regression, and ENTAME is about the entropy over classes. "
-            "Use two outputs for a binary task: num_labels=2."
+            f"{path} would have one output: that is regression, and ENTAME is about the entropy over classes. "
+            "Use two outputs for a binary task: `num_labels=2`."
+        )
+    if "weight" not in vars(leaf)["_parameters"]:
+        raise InputError(
+            f"`{head.path}.weight` is computed from other parameters (weight_norm, spectral_norm, parametrize), so it "
+            "cannot be drawn. Remove that first: "
+            f'torch.nn.utils.parametrize.remove_parametrizations(model.{head.path}, "weight"), or '
+            f"torch.nn.utils.remove_weight_norm(model.{head.path})."
         )
     if leaf.weight.is_meta:
-        raise InputError(f"{head.path} is on the meta device and has no values yet: load the weights, then apply.")
+        raise InputError(f"{path} is on the meta device, or offloaded: load its weights on one device, then apply.")
     if isinstance(leaf.weight, DTensor):
-        raise InputError(f"{head.path} is sharded already: apply ENTAME first, then shard the model.")
+        raise InputError(f"{path} is sharded already: apply ENTAME first, then shard the model.")
+    # An adapter on a frozen head learns in its place.
+    if config.init != "keep" and not leaf.weight.requires_grad and not head.path.endswith(".base_layer"):
+        raise InputError(
+            f"{path} is frozen (requires_grad=False), so a new head could not learn. Type "
+            f'model.get_submodule("{head.path}").requires_grad_(True); with peft, name it in modules_to_save; or keep '
+            'it: EntameConfig.for_method("keep").'
+        )
     if is_zero3_sharded(leaf) and num_labels is not None:
         raise InputError(
-            f"{head.path} is partitioned by DeepSpeed already. Rebuild it while it is loaded: "
+            f"{path} is sharded by DeepSpeed already. Rebuild it while the model is loaded: "
             "from_pretrained(..., num_labels=..., ignore_mismatched_sizes=True)."
         )
     carried = config.init == "keep" and config.feature_norm and not isinstance(leaf, ZNormLeaf)
     if carried and is_zero3_sharded(leaf):
         raise InputError(
-            f"{head.path} is partitioned by DeepSpeed already, and what it has learned cannot be carried over to "
+            f"{path} is sharded by DeepSpeed already, and what it has learned cannot be carried over to "
             'normalised features. Pass EntameConfig(init="keep", feature_norm=False).'
         )
     if config.feature_norm and not _is_plain(leaf):
         raise InputError(
-            f"{head.path} is a {type(leaf).__name__}, which may compute more than a Linear or a Conv2d: its input "
+            f"{path} is a {type(leaf).__name__}, which may compute more than a Linear or a Conv2d: its input "
             "cannot be normalised. Pass EntameConfig(feature_norm=False), or put a plain layer in its place."
         )
+    if config.feature_norm or isinstance(leaf, ZNormLeaf):
+        check_forward(head.path, leaf)
     if config.feature_norm and head.path.endswith(".base_layer"):
         raise InputError(
-            f"{head.path} is adapted by LoRA, which would read features that are not normalised. Name the head in "
-            'modules_to_save instead of target_modules, or pass EntameConfig.for_method("mei").'
+            f"{path} is adapted by LoRA, which would read features that are not normalised. Name the head in "
+            "modules_to_save instead of target_modules."
         )
     if carried and leaf.bias is None:
         raise InputError(
-            f"{head.path} has no bias, so what it has learned cannot be carried over to normalised features. "
+            f"{path} has no bias, so what it has learned cannot be carried over to normalised features. "
             'Pass EntameConfig(init="keep", feature_norm=False).'
         )
 
 
 def _is_plain(leaf: Leaf) -> bool:
-    """Tell whether a leaf computes what torch's own layers do."""
+    """Check whether a leaf computes what torch's own layers compute."""
     if type(leaf) in (nn.Linear, nn.Conv2d, ZNormLinear, ZNormConv2d):
         return True
-    # Imported where it is needed: timm would be half of what importing this package costs.
+    # Imported here: timm takes half of the time that importing this package takes.
     from timm.layers import Linear
 
-    # It differs from torch's in TorchScript alone.
+    # It differs from torch's in TorchScript only.
     return type(leaf) is Linear
 
 
@@ -171,15 +228,16 @@ def _std(leaf: Leaf, config: EntameConfig, learning_rate: float | None) -> float
 @torch.no_grad()
 def _draw(leaf: Leaf, std: float, generator: torch.Generator | None) -> None:
     with gathered_parameters(leaf):
-        # transformers' own initialisers do nothing to loaded tensors; and drawing on the CPU makes devices agree.
+        # transformers' own initialisers skip loaded tensors, and a draw on the CPU is the same on every device.
         leaf.weight.copy_(torch.empty(leaf.weight.shape).normal_(0, std, generator=generator))
         if leaf.bias is not None:
             leaf.bias.zero_()
 
 
 def _resize(model: nn.Module, heads: list[Head], num_labels: int, generator: torch.Generator | None) -> None:
-    """Give every head `num_labels` outputs, drawn as transformers would, and tell everybody who counts them."""
-    before = {num_classes(head.module) for head in heads}
+    """Give every head `num_labels` outputs, drawn as transformers draws them, and update whatever counts them."""
+    base = base_model(model)
+    before: set[int | None] = {num_classes(head.module) for head in heads}
     for head in heads:
         leaf = head.module
         leaf.weight = _empty_like(leaf.weight, num_labels)
@@ -187,13 +245,15 @@ def _resize(model: nn.Module, heads: list[Head], num_labels: int, generator: tor
             leaf.bias = _empty_like(leaf.bias, num_labels)
         setattr(leaf, "out_features" if isinstance(leaf, nn.Linear) else "out_channels", num_labels)
         _draw(leaf, REBUILT_STD, generator)
+        clear_config(leaf)
+    if isinstance(base, PreTrainedModel):
+        before.add(base.config.num_labels)
+        # The setter makes label maps of the new length.
+        base.config.num_labels = num_labels
     for module in model.modules():
         for name in ("num_classes", "num_labels"):
             if vars(module).get(name) in before:
                 setattr(module, name, num_labels)
-    if isinstance(model, PreTrainedModel):
-        # The setter makes label maps of the new length.
-        model.config.num_labels = num_labels
 
 
 def _empty_like(parameter: Tensor, rows: int) -> nn.Parameter:
@@ -201,10 +261,14 @@ def _empty_like(parameter: Tensor, rows: int) -> nn.Parameter:
 
 
 def set_feature_norm(heads: list[Head], config: EntameConfig) -> None:
-    """Make the heads normalise their input, or not, as the configuration says; no weight is drawn.
+    """Let heads normalise their input, or not, as a configuration says; no weight is drawn.
 
-    The class of a leaf is exchanged and the leaf itself stays: parameters, hooks, aliases and references survive.
-    A head that is kept gives the same logits as before.
+    The class of a leaf is exchanged and the leaf itself stays, with its parameters and hooks. A kept head gives the
+    same logits as before.
+
+    Args:
+        heads (`list[Head]`): what [`find_heads`] finds.
+        config ([`EntameConfig`]): `feature_norm`, `eps`, `momentum`, `sync` and `init` are read.
     """
     for head in heads:
         leaf = head.module
@@ -226,8 +290,9 @@ def _normalise_input(leaf: Leaf, config: EntameConfig) -> None:
         sync=config.sync,
         dim=-1 if isinstance(leaf, nn.Linear) else -3,
         device=leaf.weight.device,
+        dtype=leaf.weight.dtype,
     )
     if config.init == "keep":
         znorm.set_identity_()
         znorm.unfold_next = True
-    normalise_leaf(leaf, znorm.train(leaf.training))
+    to_znorm(leaf, znorm.train(leaf.training))

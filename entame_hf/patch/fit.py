@@ -159,6 +159,8 @@ def _write(leaf: Any, ridge: Ridge, mean: Tensor, var: Tensor, std: Tensor) -> N
     if isinstance(leaf, ZNormLeaf):
         leaf.znorm.mean.copy_(mean)
         leaf.znorm.var.copy_(var)
+        # They are no arbitrary start: an average over batches moves away from them slowly.
+        leaf.znorm.total_weight.fill_(1)
     else:
         weight, centre = weight / std, mean + std * centre
     leaf.weight.copy_(weight.view(leaf.weight.shape))

@@ -1,45 +1,42 @@
-"""Take ENTAME out of a model again: fold feature normalisation into its classifiers."""
+"""Fold feature normalisation into the classifiers: the stock model again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ..errors import InputError
-from ..heads import TIMM_PREFIX, base_model, is_peft, timm_model
+from ..heads import TIMM_PREFIX, Leaf, has_adapters, timm_model, wrapped_models
 from ..layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 from .gathering import gathered_parameters, is_sharded, reshard
+from .state import clear_config
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-# In float64 a head of many classes would be several times as large as itself.
+# The whole head of a model with many classes in float64 would need several times its memory.
 CLASSES_AT_ONCE = 64
-
-NO_BIAS = (
-    "{path} has no bias, and the mean of its features folds into one: stock code would drop it and give other logits. "
-    'Use entame_method="mei", which does not normalise features.'
-)
 
 
 def fold_entame(model: ModelT) -> ModelT:
     """Fold feature normalisation into the classifiers: the stock model again, with the same logits in eval mode.
 
     Args:
-        model (`torch.nn.Module`): changed in place; a model without normalised heads is left as it is.
+        model (`torch.nn.Module`):
+            Changed in place; wrappers of torch.compile, DDP and peft may be around it. A model without normalised
+            heads stays as it is. One that ZeRO-3 or FSDP2 has sharded stays sharded: call this on every process.
 
     Returns:
-        `torch.nn.Module`: `model` itself. A head that had no bias gets one where its features were normalised. A model
-        that ZeRO-3 or FSDP2 has sharded stays so: call this on every process.
+        `torch.nn.Module`: `model` itself. A normalised head without a bias gets one.
 
     Raises:
-        InputError: a head without a bias is sharded.
+        InputError: a head has no values on this device, its `forward` was replaced, or it has no bias and is sharded.
 
     Example:
 
@@ -54,12 +51,18 @@ def fold_entame(model: ModelT) -> ModelT:
     reshard(model)
     heads = list(normalised_heads(model))
     for path, leaf in heads:
+        check_forward(path, leaf)
+        if leaf.weight.is_meta:
+            raise InputError(f"`{path}` is on the meta device, or offloaded: load its weights before you fold.")
         if leaf.bias is None and is_sharded(leaf):
-            raise InputError(f"{path} has no bias, and cannot get one while it is sharded: fold the model before.")
+            raise InputError(f"`{path}` has no bias, and cannot get one while it is sharded: fold before you shard.")
     for _, leaf in heads:
         fold_leaf(leaf)
-    for mark in ("entame_config", "save_pretrained"):
-        vars(model).pop(mark, None)
+    for module in model.modules():
+        clear_config(module)
+    for part in wrapped_models(model):
+        if not (isinstance(part, PreTrainedModel) and timm_model(part) is not None):
+            vars(part).pop("save_pretrained", None)
     return model
 
 
@@ -69,8 +72,8 @@ def folded_parameters(
     """Compute the weight and bias of the stock classifier that equals one over normalised features.
 
     Args:
-        weight (`torch.Tensor` of shape `(C, K, *)`): the classifier's.
-        bias (`torch.Tensor` of shape `(C,)`, *optional*): the classifier's.
+        weight (`torch.Tensor` of shape `(C, K, *)`): the classifier's weight.
+        bias (`torch.Tensor` of shape `(C,)`, *optional*): the classifier's bias.
         mean (`torch.Tensor` of shape `(K,)`): stored mean μ̂.
         var (`torch.Tensor` of shape `(K,)`): stored variance σ̂².
         eps (`float`): added to the variance under the root.
@@ -91,12 +94,45 @@ def folded_parameters(
     return folded, (before - shift).to(weight.dtype)
 
 
+def check_bias(path: str, leaf: Leaf | ZNormLeaf) -> None:
+    """Refuse to save a head over normalised features that has no bias for their mean to be folded into.
+
+    Args:
+        path (`str`): the head's path, for the message.
+        leaf (`torch.nn.Linear` or `torch.nn.Conv2d`): the head.
+
+    Raises:
+        InputError: it has no bias.
+    """
+    if leaf.bias is None:
+        raise InputError(
+            f"`{path}` has no bias, and the mean of its features folds into one: stock code would drop it and give "
+            'other logits. Use `entame_method="mei"`, which does not normalise features.'
+        )
+
+
+def check_forward(path: str, leaf: nn.Module) -> None:
+    """Refuse a head whose `forward` was replaced on the instance: another class would not be called.
+
+    Hooks of accelerate (`device_map`, `dispatch_model`) are no obstacle, see [`set_class`].
+
+    Raises:
+        InputError: the instance has a `forward` of its own.
+    """
+    if "forward" in vars(leaf) and "_hf_hook" not in vars(leaf) and not _is_own_forward(leaf):
+        raise InputError(
+            f"`{path}.forward` was replaced on the instance, so normalising or folding could have no effect. "
+            f"Type del model.{path}.forward, and use register_forward_hook instead; or leave features as they are: "
+            "EntameConfig(feature_norm=False)."
+        )
+
+
 def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Build the state dict of the stock model: heads folded, no statistics, timm's own names for timm's models.
 
     Args:
-        model (`torch.nn.Module`): the model in training; it is left as it is.
-        state_dict (`dict[str, torch.Tensor]`, *optional*): gathered from shards, or folded already.
+        model (`torch.nn.Module`): the model in training; it stays as it is.
+        state_dict (`dict[str, torch.Tensor]`, *optional*): the model's, gathered from shards, or folded already.
 
     Returns:
         `dict[str, torch.Tensor]`: the folded heads are new tensors, all others are the model's.
@@ -108,52 +144,25 @@ def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = No
     for path, leaf in normalised_heads(model):
         if f"{path}.znorm.mean" not in state:
             continue  # It was folded before.
-        if leaf.bias is None:
-            raise InputError(NO_BIAS.format(path=path))
-        mean, var = state.pop(f"{path}.znorm.mean"), state.pop(f"{path}.znorm.var")
-        state.pop(f"{path}.znorm.largest_batch")
+        check_bias(path, leaf)
+        weight, bias = state[f"{path}.weight"], state.get(f"{path}.bias")
+        statistics = {name: state.pop(f"{path}.znorm.{name}") for name in leaf.znorm.state_dict()}
         state[f"{path}.weight"], state[f"{path}.bias"] = folded_parameters(
-            state[f"{path}.weight"], state.get(f"{path}.bias"), mean, var, leaf.znorm.eps
+            weight, bias, statistics["mean"], statistics["var"], leaf.znorm.eps
         )
-    if isinstance(model, PreTrainedModel) and timm_model(model) is not None:
+    if isinstance(model, PreTrainedModel) and timm_model(model) is not None and not has_adapters(model):
         # timm loads strictly and knows no prefix; transformers loads both.
         state = {name.removeprefix(TIMM_PREFIX): tensor for name, tensor in state.items()}
     return state
 
 
-def patch_save_pretrained(model: nn.Module) -> None:
-    """Make `model.save_pretrained`, and so `push_to_hub`, write the stock model while its heads are normalised.
-
-    As they are, plain `from_pretrained` would drop the statistics with a remark, and give other logits.
-    """
-    for part in {model, base_model(model)}:
-        if hasattr(type(part), "save_pretrained"):
-            # Copies and pickles of a partial object refer to the copied model; those of a bound method to its class.
-            vars(part)["save_pretrained"] = partial(_save_pretrained, part)
-
-
-def _save_pretrained(
-    model: Any, save_directory: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
-) -> Any:
-    if is_peft(model):
-        # What peft writes is named by its layers' own state dicts.
-        with folded(model):
-            return type(model).save_pretrained(model, save_directory, *args, **kwargs)
-    if state_dict is None:
-        reshard(model)
-        if is_sharded(model):
-            raise InputError(
-                "The model is sharded over processes, and a part of it would be saved. Gather it on every process: "
-                "model.save_pretrained(..., state_dict=accelerator.get_state_dict(wrapped_model))."
-            )
-    state = stock_state_dict(model, state_dict)
-    return type(model).save_pretrained(model, save_directory, *args, state_dict=state, **kwargs)
-
-
 @contextmanager
 def folded(model: nn.Module) -> Iterator[None]:
-    """Let a model be its stock self while this context lasts, and bit for bit what it was afterwards."""
-    kept = [(leaf, leaf.znorm, leaf.weight.detach().clone(), leaf.bias) for _, leaf in normalised_heads(model)]
+    """Fold a model while this context lasts. Afterwards it is bit for bit what it was."""
+    heads = list(normalised_heads(model))
+    for path, leaf in heads:
+        check_forward(path, leaf)
+    kept = [(leaf, leaf.znorm, leaf.weight.detach().clone(), leaf.bias) for _, leaf in heads]
     biases = [None if bias is None else bias.detach().clone() for *_, bias in kept]
     for leaf, *_ in kept:
         fold_leaf(leaf)
@@ -166,7 +175,7 @@ def folded(model: nn.Module) -> Iterator[None]:
                 if bias is not None:
                     bias.copy_(before)
             leaf.bias = bias
-            normalise_leaf(leaf, znorm)
+            to_znorm(leaf, znorm)
 
 
 def normalised_heads(model: nn.Module) -> Iterator[tuple[str, ZNormLeaf]]:
@@ -188,10 +197,10 @@ def fold_leaf(leaf: ZNormLeaf) -> None:
     to_stock(leaf)
 
 
-def normalise_leaf(leaf: Any, znorm: ZNorm) -> None:
-    """Make a leaf of torch's classes normalise its input; its parameters stay as they are."""
+def to_znorm(leaf: Any, znorm: ZNorm) -> None:
+    """Let a leaf of torch's classes normalise its input; its parameters stay as they are."""
     leaf.znorm = znorm
-    leaf.__class__ = ZNormLinear if isinstance(leaf, nn.Linear) else ZNormConv2d
+    set_class(leaf, ZNormLinear if isinstance(leaf, nn.Linear) else ZNormConv2d)
 
 
 def to_stock(leaf: nn.Module) -> None:
@@ -199,4 +208,26 @@ def to_stock(leaf: nn.Module) -> None:
     del leaf.znorm
     stock: type[nn.Module] = nn.Linear if isinstance(leaf, nn.Linear) else nn.Conv2d
     # One that FSDP2 shards by itself has FSDP2's methods, which its root calls.
-    leaf.__class__ = type(f"FSDP{stock.__name__}", (FSDPModule, stock), {}) if isinstance(leaf, FSDPModule) else stock
+    sharded = isinstance(leaf, FSDPModule)
+    set_class(leaf, type(f"FSDP{stock.__name__}", (FSDPModule, stock), {}) if sharded else stock)
+
+
+def set_class(leaf: nn.Module, new: type[nn.Module]) -> None:
+    """Exchange the class of a leaf, and hook accelerate's hook to the new class's `forward`.
+
+    accelerate replaces `forward` on the instance, which then calls that of the class before, and leaves that one there
+    when its hook is removed.
+    """
+    hook = vars(leaf).get("_hf_hook")
+    if hook is not None:
+        remove_hook_from_module(leaf)
+    if _is_own_forward(leaf):
+        del vars(leaf)["forward"]
+    leaf.__class__ = new
+    if hook is not None:
+        add_hook_to_module(leaf, hook)
+
+
+def _is_own_forward(leaf: nn.Module) -> bool:
+    """Check whether the `forward` on an instance is nothing but its class's."""
+    return getattr(vars(leaf).get("forward"), "__func__", None) is type(leaf).forward

@@ -1,4 +1,4 @@
-"""Parameters that processes hold shards of, gathered."""
+"""Gather parameters that are sharded over processes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_zero3_sharded(module: nn.Module) -> bool:
-    """Tell whether DeepSpeed's ZeRO-3 has taken a module's parameters apart: what is left of them is empty."""
+    """Check whether DeepSpeed's ZeRO-3 has sharded a module's parameters, which leaves empty tensors behind."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Tell whether processes hold parts of a module's parameters each, by ZeRO-3 or by FSDP2."""
+    """Check whether ZeRO-3 or FSDP2 has sharded a module's parameters."""
     return is_zero3_sharded(module) or any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of the parameters that FSDP2 put together for a forward: what is written to them would be lost."""
+    """Free the parameters that FSDP2 gathered for a forward. A change of those would be lost."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -30,10 +30,12 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def gathered_parameters(leaf: nn.Module) -> Iterator[None]:
-    """Put a leaf's parameters together on every process while this context lasts; what the first one writes stays.
+    """Gather a leaf's parameters on every process while this context lasts; rank 0's changes are kept.
 
-    Writing to what ZeRO-3 leaves of a parameter would silently write nothing, and FSDP2's parts do not mix with
-    tensors.
+    ZeRO-3 ignores changes of sharded parameters, and FSDP2's shards do not mix with tensors.
+
+    Args:
+        leaf (`torch.nn.Module`): a head; one that is not sharded stays as it is.
     """
     if is_zero3_sharded(leaf):
         import deepspeed
@@ -41,15 +43,15 @@ def gathered_parameters(leaf: nn.Module) -> Iterator[None]:
         with deepspeed.zero.GatheredParameters(list(leaf.parameters()), modifier_rank=0):
             yield
         return
-    parts = {name: part for name, part in vars(leaf)["_parameters"].items() if isinstance(part, DTensor)}
-    for name, part in parts.items():
-        setattr(leaf, name, nn.Parameter(part.full_tensor().detach(), requires_grad=part.requires_grad))
+    shards = {name: shard for name, shard in vars(leaf)["_parameters"].items() if isinstance(shard, DTensor)}
+    for name, shard in shards.items():
+        setattr(leaf, name, nn.Parameter(shard.full_tensor().detach(), requires_grad=shard.requires_grad))
     try:
         yield
         with torch.no_grad():
-            for name, part in parts.items():
-                part.copy_(distribute_tensor(getattr(leaf, name).detach(), part.device_mesh, part.placements))
+            for name, shard in shards.items():
+                shard.copy_(distribute_tensor(getattr(leaf, name).detach(), shard.device_mesh, shard.placements))
     finally:
-        # FSDP2 goes on with the same objects.
-        for name, part in parts.items():
-            setattr(leaf, name, part)
+        # FSDP2 needs the same objects again.
+        for name, shard in shards.items():
+            setattr(leaf, name, shard)

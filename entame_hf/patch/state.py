@@ -1,88 +1,172 @@
-"""State that we leave on a model and in its config."""
+"""State that ENTAME leaves on a model. This is the complete list.
+
+On each head, so that it disappears with the head:
+
+- The class is [`ZNormLinear`] or [`ZNormConv2d`], with a submodule `znorm`, where features are normalised. Folding
+  restores torch's class.
+- `entame_config` ([`EntameConfig`]): how the head was drawn. Feature normalisation, `eps`, `momentum` and `sync` are
+  read from the head itself. Folding removes it.
+- `entame_trained` (`bool`): True if a new head would wipe what this one has learned, False if a new one is wanted.
+  Without it, a randomly drawn head has learned something once its bias is not zero.
+- `_load_from_state_dict`: removes these notes, and itself, when the weights of a stock or folded head are loaded.
+
+On the model given, on the model inside it and on a `PeftModel` around it:
+
+- `save_pretrained` writes the folded model. Folding restores the class's method, except for wrapped timm models, whose
+  own method writes files that timm cannot load.
+
+For a time: `train` of frozen modules ([`frozen_backbone`], [`frozen_statistics`]); `entame` and timm's values in a
+config ([`shareable_config`]). In the process: one hook of torch, which sees peft wrap a model. On disk: `entame` in
+the saved config.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..config import EntameConfig
-from ..heads import base_model, find_heads, num_classes, timm_model
-from .fold import patch_save_pretrained
+from ..errors import InputError
+from ..heads import Leaf, base_model, find_heads, leaves, num_classes
+from ..layers import ZNormLeaf
+
+
+def set_config(leaf: Leaf, config: EntameConfig) -> None:
+    """Note on a head how it was drawn, until other weights are loaded over it."""
+    vars(leaf)["entame_config"] = config
+    vars(leaf).pop("entame_trained", None)
+    # A partial survives copies and pickles. torch has no public hook that is deleted by name.
+    vars(leaf)["_load_from_state_dict"] = partial(_load_from_state_dict, leaf)
+
+
+def clear_config(leaf: nn.Module) -> None:
+    """Remove what [`set_config`] noted on a head."""
+    for name in ("entame_config", "_load_from_state_dict"):
+        vars(leaf).pop(name, None)
+
+
+def _load_from_state_dict(leaf: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    stock = f"{prefix}weight" in state_dict and f"{prefix}znorm.mean" not in state_dict
+    type(leaf)._load_from_state_dict(leaf, state_dict, prefix, *args)
+    if stock:
+        clear_config(leaf)
+        for name in ("entame_trained", "_is_hf_initialized"):
+            vars(leaf).pop(name, None)
+
+
+def head_config(leaf: nn.Module) -> EntameConfig | None:
+    """Get the configuration of a head, as the head itself has it; None for a stock head."""
+    config = vars(leaf).get("entame_config")
+    if config is None or not isinstance(leaf, ZNormLeaf):
+        return config and replace(config, feature_norm=False)
+    znorm = leaf.znorm
+    return replace(config, feature_norm=True, eps=znorm.eps, momentum=znorm.momentum, sync=znorm.sync)
+
+
+def has_config(leaf: nn.Module, config: EntameConfig) -> bool:
+    """Check whether a configuration is applied to a head."""
+    own = head_config(leaf)
+    return own is not None and replace(own, head=None) == replace(config, head=None)
 
 
 def applied_config(model: nn.Module) -> EntameConfig | None:
-    """Get the configuration that is applied to a model, before or after adapters were added; None without one."""
-    return vars(model).get("entame_config") or vars(base_model(model)).get("entame_config")
+    """Get the configuration that is applied to a model's heads; None without one, or where heads differ.
+
+    Args:
+        model (`torch.nn.Module`): a model, or a wrapper of one that [`apply_entame`] was given.
+    """
+    found = {path: config for path, leaf in leaves(model) if (config := head_config(leaf)) is not None}
+    configs = set(found.values())
+    if len(configs) != 1:
+        return None
+    (config,) = configs
+    if config.head is None:
+        return config
+    try:
+        known = {head.path for head in find_heads(model, config.head)} == set(found)
+    except InputError:
+        known = False
+    # Paths are relative to the model given.
+    return config if known else replace(config, head=tuple(found))
 
 
-def set_applied(model: nn.Module, config: EntameConfig) -> None:
-    """Note on the model which configuration its heads have, so that whoever saves it saves the stock model."""
-    vars(model)["entame_config"] = config
-    patch_save_pretrained(model)
+def differs_from_checkpoint(leaf: nn.Module) -> bool:
+    """Check whether a head computes something else than the one its model was loaded with."""
+    config = head_config(leaf)
+    return isinstance(leaf, ZNormLeaf) or (config is not None and config.init != "keep")
 
 
 def set_trained(model: nn.Module) -> None:
-    """Note on the model that its heads hold something that could be lost."""
-    vars(model)["entame_trained"] = True
-    if timm_model(model) is not None:
-        # Whoever holds the bare model of a wrapper is warned as well.
-        vars(timm_model(model))["entame_trained"] = True
+    """Note on a model's heads that they have learned something that a new head would wipe."""
+    for _, leaf in leaves(model):
+        if "entame_config" in vars(leaf):
+            vars(leaf)["entame_trained"] = True
 
 
-def copy_entame_state(model: nn.Module, wrapper: nn.Module, prefix: str) -> None:
-    """Note on a wrapper what was noted on the model that it holds under `prefix`."""
-    config = applied_config(model)
-    if config is not None:
-        set_applied(wrapper, config.under(prefix))
-    if vars(model).get("entame_trained", False):
-        set_trained(wrapper)
+def has_learned(leaf: Leaf) -> bool:
+    """Check whether a head has learned something since ENTAME has drawn it."""
+    trained = vars(leaf).get("entame_trained")
+    if trained is not None:
+        return trained
+    config = head_config(leaf)
+    # Biases are drawn as zero. A fitted head may have others.
+    random = config is not None and config.init in ("mei", "he_fan_out")
+    return random and leaf.bias is not None and bool(leaf.bias.detach().any())
 
 
 def has_trained_head(model: nn.Module) -> bool:
-    """Tell whether the model's head was trained with ENTAME, here or according to the config it was loaded with."""
-    if vars(model).get("entame_trained", False):
-        return True
+    """Check whether a head was trained with ENTAME, in this process or before the model was saved."""
     base = base_model(model)
-    if not isinstance(base, PreTrainedModel):
+    found = [leaf for _, leaf in leaves(model)]
+    return any(has_learned(leaf) for leaf in found) or any(is_saved_head(base, leaf) for leaf in found)
+
+
+def is_saved_head(model: nn.Module, leaf: Leaf) -> bool:
+    """Check whether a leaf is the head that was trained with ENTAME before `model` was saved and loaded.
+
+    `from_pretrained` replaces a head of another number of classes, and notes `_is_hf_initialized` on all modules. A
+    head that is put in its place later has no such note.
+    """
+    saved = getattr(model.config, "entame", None) if isinstance(model, PreTrainedModel) else None
+    if saved is None or not vars(leaf).get("_is_hf_initialized", False) or vars(leaf).get("entame_trained") is False:
         return False
-    record = getattr(base.config, "entame", None)
-    # A head that from_pretrained replaced for another number of classes holds nothing that could be lost.
-    return record is not None and record["num_labels"] == base.config.num_labels
+    config = head_config(leaf)
+    return saved["num_labels"] == num_classes(leaf) and (config is None or config.init == "keep")
 
 
 def clear_entame_state(model: nn.Module) -> None:
-    """Take back that the model's heads hold something that could be lost."""
-    for part in (model, timm_model(model)):
-        if part is not None:
-            vars(part).pop("entame_trained", None)
-    if isinstance(model, PreTrainedModel) and hasattr(model.config, "entame"):
-        del model.config.entame
+    """Allow new heads on a model: whatever its heads have learned may be wiped."""
+    for _, leaf in leaves(model):
+        if "entame_config" in vars(leaf) or "entame_trained" in vars(leaf):
+            vars(leaf)["entame_trained"] = False
+    base = base_model(model)
+    if isinstance(base, PreTrainedModel) and hasattr(base.config, "entame"):
+        del base.config.entame
 
 
-# Reading what is installed takes as long as a twentieth of saving a ViT-B.
+# Reading what is installed takes a twentieth of the time that saving a ViT-B takes.
 _version = cache(version)
 
 
 def describe_adaptation(
     model: nn.Module, method: str | None, learning_rate: float, head_lr: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Describe, for the saved config and the model card, how a model was adapted; plain types that JSON can hold.
+    """Describe how a model was adapted, for its saved config and its model card.
 
     Args:
         model (`torch.nn.Module`): the model in training.
         method (`str`, *optional*):
-            What was asked for; where the model's configuration is another's or nothing was, the configuration's.
+            Name of the method that was asked for. Defaults to the applied configuration's, and must match it.
         learning_rate (`float`): γ, the peak learning rate.
-        head_lr (`dict`, *optional*): what was asked for and the heads' own peak rates, see [`HeadRates.record`].
+        head_lr (`dict`, *optional*): the head learning rate that was asked for, and the peaks that were used.
 
     Returns:
-        `dict` or `None`: nothing was applied to this model.
+        `dict` or `None`: plain types that JSON can hold; None where nothing was applied to the model.
     """
     config = applied_config(model)
     if config is None:
@@ -98,38 +182,3 @@ def describe_adaptation(
         "num_labels": classes,
         "versions": {name: _version(name) for name in ("entame-hf", "timm", "torch", "transformers")},
     }
-
-
-def class_names(config: PreTrainedConfig) -> list[str]:
-    """List the names of a config's classes by index, in whatever order its map was written."""
-    return [name for _, name in sorted((config.id2label or {}).items())]
-
-
-@contextmanager
-def shareable_config(model: nn.Module, record: dict[str, Any] | None) -> Iterator[None]:
-    """Let the model's config, while it is being saved, say what was done and be readable by timm and transformers.
-
-    It is the caller's again afterwards: several models may share one config object.
-    """
-    if not isinstance(model, PreTrainedModel):
-        yield
-        return
-    changes: dict[str, Any] = {} if record is None else {"entame": record}
-    if timm_model(model) is not None:
-        # null kills timm's loader, and a num_classes in it transformers': {} serves both.
-        changes["model_args"] = model.config.model_args or {}
-        # transformers keeps the names that a checkpoint came with, whatever its new labels are.
-        changes["label_names"] = class_names(model.config)
-        if model.config.pretrained_cfg:
-            # Where on this machine timm read the weights is nobody else's business.
-            places = ("file", "source")
-            changes["pretrained_cfg"] = {k: v for k, v in model.config.pretrained_cfg.items() if k not in places}
-    values = vars(model.config)
-    before = {name: values[name] for name in changes if name in values}
-    values.update(changes)
-    try:
-        yield
-    finally:
-        for name in changes:
-            del values[name]
-        values.update(before)

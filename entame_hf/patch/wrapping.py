@@ -1,4 +1,4 @@
-"""Bare timm models as transformers models."""
+"""Wrap bare timm models as transformers models."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import nn
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from ..errors import InputError
-from ..heads import TIMM_PREFIX, base_model, is_peft, timm_model
-from .state import copy_entame_state
+from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
+from .saving import patch_save_pretrained
 
 
 def label_maps(names: list[str]) -> dict[str, dict[Any, Any]]:
@@ -19,16 +19,17 @@ def label_maps(names: list[str]) -> dict[str, dict[Any, Any]]:
 
 
 def timm_processor(model: PreTrainedModel) -> BaseImageProcessor:
-    """Build the image processor of a wrapped timm model that was never saved, from what timm knows of it."""
+    """Build the image processor of a wrapped timm model that was never saved, from its pretrained config."""
     from transformers import TimmWrapperImageProcessor
 
     return TimmWrapperImageProcessor(model.config.pretrained_cfg, architecture=model.config.architecture)
 
 
 def as_transformers(model: nn.Module) -> Any:
-    """Wrap a bare timm model so that Trainer can train it; every other model is returned as it is.
+    """Wrap a bare timm model so that Trainer can train it; any other model is returned as it is.
 
-    The wrapper holds `model` itself: what is trained through it is trained in place.
+    The wrapper holds `model` itself, which is trained in place. Its `save_pretrained` writes files that both timm and
+    transformers load.
 
     Args:
         model (`torch.nn.Module`): a model made by `timm.create_model`, or any other.
@@ -37,41 +38,43 @@ def as_transformers(model: nn.Module) -> Any:
         `TimmWrapperForImageClassification` or `model`.
 
     Raises:
-        ValueError: the timm model was built with arguments that its saved checkpoint could not tell.
+        InputError: the timm model was built with arguments that its checkpoint would not hold, or has adapters.
     """
     inner = timm_model(model)
     if inner is None or isinstance(base_model(model), PreTrainedModel):
         return model
     if is_peft(model):
         raise InputError("Wrap a timm model before you add adapters: get_peft_model(as_transformers(model), config).")
-    # Imported where it is needed: it imports timm, half of what importing this package would cost.
+    # Imported here: it imports timm, which takes half of the time that importing this package takes.
     from transformers import TimmWrapperConfig, TimmWrapperForImageClassification
 
     architecture = inner.pretrained_cfg["architecture"]
     known = inner.pretrained_cfg.get("label_names") or []
-    named = label_maps(list(known)) if len(known) == inner.num_classes else {}
+    # The head may have been replaced by hand.
+    classes = num_classes(find_heads(inner)[0].module)
+    named = label_maps(list(known)) if len(known) == classes else {}
     for model_args in _likely_arguments(inner):
         config = TimmWrapperConfig.from_dict(
             {"architecture": architecture, "pretrained_cfg": dict(inner.pretrained_cfg), "model_args": model_args},
-            num_labels=inner.num_classes,
+            num_labels=classes,
             **named,
         )
         # No second copy of the weights, and nothing drawn from the random generator.
         with torch.device("meta"):
             wrapper = TimmWrapperForImageClassification(config)
         if _shapes(wrapper.timm_model) == _shapes(inner):
-            wrapper.timm_model = inner
-            copy_entame_state(inner, wrapper, TIMM_PREFIX)
+            wrapper.timm_model, inner.num_classes = inner, classes
+            patch_save_pretrained(wrapper)
             return wrapper
     raise InputError(
-        f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={inner.num_classes}), so "
+        f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={classes}), so "
         "no checkpoint of it would load. Build it through transformers, which saves the arguments: "
         "AutoModelForImageClassification.from_pretrained(..., model_args={...})."
     )
 
 
 def _likely_arguments(model: Any) -> list[dict[str, Any]]:
-    """List what `timm.create_model` may have been given: it leaves no trace but in layers made for one image size."""
+    """List arguments that `timm.create_model` may have had: only layers made for one image size show them."""
     sizes = (getattr(module, "img_size", None) for module in model.modules())
     size = next((size for size in sizes if size is not None), None)
     return [{}] if size is None else [{}, {"img_size": list(size) if isinstance(size, tuple) else size}]

@@ -146,7 +146,15 @@ def load_head_state(model: nn.Module, folder: str | Path) -> None:
     for path, leaf in normalised_heads(model):
         prefix = f"{path}."
         leaf.load_state_dict({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
-    set_trained(model)
+    _note_trained(model, folder)
+
+
+def _note_trained(model: nn.Module, folder: str | Path) -> None:
+    """Note on a model's heads what a checkpoint says: loading weights over them clears what was noted."""
+    config = saved_config(folder)
+    if config is not None:
+        set_applied(model, config)
+        set_trained(model)
 
 
 def load_trained(model: nn.Module, folder: str | Path, load: Callable[[], None], sharded: bool) -> None:
@@ -160,7 +168,7 @@ def load_trained(model: nn.Module, folder: str | Path, load: Callable[[], None],
     """
     if sharded:
         load()
-        set_trained(model)
+        _note_trained(model, folder)
         return
     if is_peft(model):
         with folded(model):

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from ..config import EntameConfig, noise_to_signal_ratio
 from ..errors import InputError
 from ..heads import Head, find_heads, is_peft, num_classes
-from ..patch import NO_BIAS, applied_config, apply_entame, clear_entame_state, frozen_backbone, frozen_statistics
+from ..patch import applied_config, apply_entame, check_bias, clear_entame_state, frozen_backbone, frozen_statistics
 from ..training_args import AUTO, HeadArguments
 from .checkpoint import prepare_resuming
 from .parallel import check_sharding, normalise_in_float32
@@ -129,8 +129,8 @@ def start_heads(
                 f"{head.path} is frozen, and an adapter's checkpoint would not hold it. Let peft train and save it: "
                 f'LoraConfig(..., modules_to_save=["{head.path.removesuffix(".base_layer").rpartition(".")[2]}"]).'
             )
-        if config.feature_norm and head.module.bias is None:
-            raise InputError(NO_BIAS.format(path=head.path))
+        if config.feature_norm:
+            check_bias(head.path, head.module)
     # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
     generator = torch.Generator().manual_seed(seed)
     apply_entame(model, config, learning_rate=learning_rate, generator=generator)
@@ -141,12 +141,12 @@ def start_heads(
         )
     if config.init == "mei" and learning_rate > 0:
         classes = num_classes(heads[0].module)
-        share = noise_to_signal_ratio(config, classes, learning_rate, batch_size * accumulation)
-        message = f"Nλ² = {share:.3g}: the share of noise in the head's energy after a first plain gradient step."
-        if share >= 1:
+        ratio = noise_to_signal_ratio(config, classes, learning_rate, batch_size * accumulation)
+        message = f"Nλ² = {ratio:.3g}: noise over signal in the head's energy after a first plain gradient step."
+        if ratio >= 1:
             logger.warning(
-                f"{message} At 1 and above, most of it; a smaller phi_w or noise_lambda lowers it. Adam's first "
-                "step is larger than a plain one."
+                f"{message} At 1 and above the noise is larger; a smaller `phi_w` or `noise_lambda` lowers it. Adam's "
+                "first step is larger than a plain one."
             )
         else:
             logger.info(message)

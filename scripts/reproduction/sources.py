@@ -19,7 +19,7 @@ from entame_hf import EntameConfig, InputError, apply_entame
 from entame_hf.cli.demo import demo_dataset, efficientnet_lite
 from entame_hf.cli.model import load_classifier
 from entame_hf.data import open_dataset, split_dataset
-from entame_hf.patch import as_transformers, set_trained
+from entame_hf.patch import as_transformers
 
 # EfficientNet-Lite's ImageNet weights come from the package index.
 EFFICIENTNET_LITES = {f"efficientnet_lite{size}": size for size in range(3)}
@@ -64,8 +64,6 @@ def _pretrained(source: str) -> Any:
             model = as_transformers(efficientnet_lite(EFFICIENTNET_LITES[source]))
         else:
             model, _ = load_classifier(source, ["0", "1"])
-    # Draws a new head even if the old one has the right number of classes.
-    set_trained(model)
     return model.eval()
 
 

@@ -99,9 +99,9 @@ def zero3() -> None:
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
             parameter.data.copy_(whole[name])
-    with pytest.raises(ValueError, match="partitioned by DeepSpeed"):
+    with pytest.raises(ValueError, match="sharded by DeepSpeed"):
         apply_entame(model, num_labels=3)
-    with pytest.raises(ValueError, match="partitioned by DeepSpeed"):
+    with pytest.raises(ValueError, match="sharded by DeepSpeed"):
         apply_entame(model, EntameConfig(init="keep"))
     treated(model)
     engine, *_ = deepspeed.initialize(model=model, config=settings)

@@ -18,6 +18,7 @@ from entame_hf import (
     find_heads,
     inspect_head,
 )
+from entame_hf.patch import set_trained
 
 CLASSES = 10
 
@@ -219,7 +220,7 @@ class TestAdvice:
             # One step of gradient descent on the head.
             tiny_vit.classifier.weight += 0.1 * (one_hot(data.labels, CLASSES).float() - 1 / CLASSES).T @ x / 40
         tiny_vit.classifier._forward_pre_hooks.clear()
-        vars(tiny_vit)["entame_trained"] = True
+        set_trained(tiny_vit)
         report = inspect_head(tiny_vit, batches_of(data, 40))
         assert math.log(CLASSES) / 2 < report.methods["keep"].loss < math.log(CLASSES)
         assert report.advice.startswith("Keep this head")

@@ -1,0 +1,135 @@
+"""Save the stock model, by `save_pretrained` of transformers and of peft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import InputError
+from ..heads import has_adapters, is_peft, leaves, timm_model, wrapped_models
+from .fold import folded, stock_state_dict
+from .gathering import is_sharded, reshard
+from .state import differs_from_checkpoint
+
+
+def patch_save_pretrained(model: nn.Module) -> None:
+    """Make `model.save_pretrained`, and so `push_to_hub`, write the folded model.
+
+    Plain `from_pretrained` would drop the statistics of an unfolded one with a remark, and give other logits.
+
+    Args:
+        model (`torch.nn.Module`): a model, or a wrapper: all that have a `save_pretrained` are patched.
+    """
+    _watch_adapters()
+    for part in wrapped_models(model):
+        if isinstance(part, PreTrainedModel) or (is_peft(part) and hasattr(type(part), "save_pretrained")):
+            # Copies and pickles of a partial object refer to the copied model; those of a bound method to its class.
+            vars(part)["save_pretrained"] = partial(_save_pretrained, part)
+
+
+def _save_pretrained(
+    model: Any, save_directory: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any
+) -> Any:
+    if has_adapters(model):
+        _check_adapter(model)
+        # peft names what it writes by its layers' own state dicts.
+        with folded(model):
+            return type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if state_dict is None:
+        reshard(model)
+        if is_sharded(model):
+            raise InputError(
+                "The model is sharded over processes, and one shard of it would be saved. Gather it on every process: "
+                "model.save_pretrained(..., state_dict=accelerator.get_state_dict(wrapped_model))."
+            )
+    state = stock_state_dict(model, state_dict)
+    with shareable_config(model, None):
+        return type(model).save_pretrained(model, save_directory, *args, state_dict=state, **kwargs)
+
+
+def _check_adapter(model: nn.Module) -> None:
+    """Refuse to save an adapter that lacks a head without which its base model gives other logits."""
+    for path, leaf in leaves(model):
+        if differs_from_checkpoint(leaf) and "modules_to_save" not in path.split("."):
+            raise InputError(
+                f"`{head_name(path)}` was changed by ENTAME, and this adapter would not hold it. Merge the adapter "
+                "and save the model: fold_entame(model).merge_and_unload().save_pretrained(...). Or train and save "
+                f'the head with the adapter: LoraConfig(..., modules_to_save=["{head_name(path)}"]).'
+            )
+
+
+def head_name(path: str) -> str:
+    """Get the name of a head, as peft's `modules_to_save` takes it, from a path through peft's layers."""
+    steps = path.split(".")
+    if "modules_to_save" in steps:
+        at = steps.index("modules_to_save")
+        del steps[at : at + 2]
+    return [step for step in steps if step != "base_layer"][-1]
+
+
+@cache
+def _watch_adapters() -> None:
+    # get_peft_model has no hook of its own, and gives the model that it wraps no notice.
+    register_module_module_registration_hook(_on_registration)
+
+
+def _on_registration(module: nn.Module, name: str, submodule: Any) -> None:
+    """Make what peft wraps a model in save folded adapters too, and refuse adapters that freeze an untrained head."""
+    if name != "base_model" or not is_peft(module) or not hasattr(type(module), "save_pretrained"):
+        return
+    heads = [(path, leaf) for path, leaf in leaves(submodule) if differs_from_checkpoint(leaf)]
+    for path, _ in heads:
+        steps = path.split(".")
+        if "modules_to_save" not in steps and steps[-1] != "base_layer":
+            raise InputError(
+                f"`{head_name(path)}` would be frozen by this adapter, and not be saved with it, although ENTAME has "
+                f'changed it. Let peft train and save it: LoraConfig(..., modules_to_save=["{head_name(path)}"]); or '
+                "fold it first: fold_entame(model)."
+            )
+    if heads:
+        vars(module)["save_pretrained"] = partial(_save_pretrained, module)
+
+
+def class_names(config: PreTrainedConfig) -> list[str]:
+    """List the names of a config's classes by index, whatever the order and the type of its map's keys."""
+    return [name for _, name in sorted((config.id2label or {}).items(), key=lambda item: int(item[0]))]
+
+
+@contextmanager
+def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Iterator[None]:
+    """Complete a model's config for saving: what was done to the model, and what timm and transformers both read.
+
+    Models may share one config object, so it is restored afterwards.
+
+    Args:
+        model (`torch.nn.Module`): the model that is saved; nothing happens unless it is a `PreTrainedModel`.
+        adaptation (`dict`, *optional*): see [`describe_adaptation`].
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    changes: dict[str, Any] = {} if adaptation is None else {"entame": adaptation}
+    if timm_model(model) is not None:
+        # timm's loader fails on null, and transformers' on a num_classes in it: {} serves both.
+        changes["model_args"] = model.config.model_args or {}
+        # transformers keeps the names that a checkpoint came with, whatever its new labels are.
+        changes["label_names"] = class_names(model.config)
+        if model.config.pretrained_cfg:
+            # The local path that timm read the weights from is private.
+            private = ("file", "source")
+            changes["pretrained_cfg"] = {k: v for k, v in model.config.pretrained_cfg.items() if k not in private}
+    values = vars(model.config)
+    before = {name: values[name] for name in changes if name in values}
+    values.update(changes)
+    try:
+        yield
+    finally:
+        for name in changes:
+            del values[name]
+        values.update(before)
