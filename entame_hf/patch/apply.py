@@ -92,7 +92,10 @@ def apply_entame(
         _resize(model, heads, num_labels, generator)
         clear_entame_state(model)
         trained = set()
-    drawn = [head for head in heads if generator is not None or not has_config(head.module, config)]
+    noted = {head.path for head in heads if has_config(head.module, config)} if generator is None else set()
+    # Whoever runs a cell of a notebook again keeps a head that an own loop has trained.
+    noted -= {head.path for head in heads if vars(head.module).get("entame_trained")}
+    drawn = [head for head in heads if head.path not in noted]
     wiped = [head.path for head in drawn if head.path in trained and config.init != "keep"]
     if wiped:
         raise InputError(
