@@ -16,6 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, has_length
 from ..config import first_step_bound, noise_to_signal_ratio
 from ..energy import StepEnergies, error_energy
 from ..heads import num_classes, num_features
+from .labels import has_several_labels
 
 PREFIX = "energy/"
 
@@ -52,7 +53,8 @@ class EnergyRecorder(TrainerCallback):
 
     Class weights count where gradients are measured, in `features` and `grad_norm_...`, and not at the logits. Several
     heads count as one that reads the features of all. Where a model gives several logits, energies are those of the
-    first. What cannot be measured is left out: energies without labels or with outputs of another shape, `features`
+    first. Nothing is measured where images have several labels each: the error is that of a softmax. What cannot be
+    measured is left out: energies without labels or with outputs of another shape, `features`
     where the backbone is frozen or DeepSpeed scales the loss (fp16), gradients and weights where a process holds
     shards of them (FSDP, DeepSpeed), and everything that overflowed. A step that is measured runs uncompiled, which
     leaves the compiled graph of the other steps alone.
@@ -72,7 +74,8 @@ class EnergyRecorder(TrainerCallback):
     ) -> None:
         self.record = None
         first_steps = self.trainer.head_args.energy_logging_steps
-        if is_measured(args, state, first_steps, kwargs.get("train_dataloader")):
+        wanted = is_measured(args, state, first_steps, kwargs.get("train_dataloader"))
+        if wanted and not has_several_labels(self.trainer.model):
             self.record = StepEnergies(self.trainer.heads(), args.device)
 
     @contextmanager
@@ -163,7 +166,7 @@ class BaseNoise(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         wanted = self.trainer.head_args.energy_logging_steps > 0 and not args.label_smoothing_factor
-        if state.global_step == 0 and wanted:
+        if state.global_step == 0 and wanted and not has_several_labels(self.trainer.model):
             heads = self.trainer.heads()
             if len(heads) == 1:
                 self._leaf = heads[0].module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ class EvaluationSums:
         if name in metrics and labels not in (0, examples):
             metrics[name] = loss / labels
         return output._replace(num_samples=int(examples))
+
+
+def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert metrics to types that JSON has: NumPy's numbers and arrays, and tensors."""
+    return {name: _plain(value) for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain_numbers(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | Tensor) else value
 
 
 def own_rows(rows: int, args: Any, accelerator: Accelerator) -> int:

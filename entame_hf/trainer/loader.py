@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.utils import logging
 
 from ..data import BatchDataset, batch_loader, to_device
+from ..errors import InputError
+from ..patch import frozen_statistics
 from .temporary import temporarily
+
+logger = logging.get_logger(__name__)
 
 
 def prepared_loader(
@@ -89,3 +97,41 @@ def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_diff
     if not parts_differ:
         return mean
     return accelerator.reduce(to_device(torch.tensor(mean), accelerator.device), "mean")
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Tell whether a model normalises by the statistics of a batch, of which one value a channel has none."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
+@contextmanager
+def single_image_explained(
+    model: nn.Module, rows: int | None, args: TrainingArguments, stream: bool
+) -> Iterator[None]:
+    """Let a micro-batch of one image pass BatchNorm, or say what to set.
+
+    The last batch of a stream cannot join the one before it. It is normalised by the running statistics.
+
+    Args:
+        model (`torch.nn.Module`): the model in training.
+        rows (`int`, *optional*): images of the micro-batch.
+        args (`TrainingArguments`): the batch size is read.
+        stream (`bool`): whether the micro-batch is of a stream.
+
+    Raises:
+        InputError: BatchNorm has one value a channel, because all batches have one image.
+    """
+    if rows == 1 and stream and args.per_device_train_batch_size > 1 and has_batch_norm(model):
+        logger.warning_once("The last batch of the stream has one image: BatchNorm uses its running statistics.")
+        with frozen_statistics(model):
+            yield
+        return
+    try:
+        yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel" not in str(error):
+            raise
+        raise InputError(
+            f"A batch of {rows} image is too small for BatchNorm, which needs two values a channel. Set "
+            "per_device_train_batch_size=2 or more, dataloader_drop_last=True, or freeze_statistics=True."
+        ) from error

@@ -1,16 +1,19 @@
-"""Cross-entropy for labels that are shares of classes, and for classes that count unequally."""
+"""Losses: class weights, shares of classes, a loss of the user's own."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from transformers import TrainingArguments
 
 from ..errors import InputError
-from ..heads import base_model
 from ..metrics import IGNORED_LABEL
+from .labels import has_several_labels
 
 
 class ClassificationLoss:
@@ -52,26 +55,52 @@ class ClassificationLoss:
         return total / count
 
 
-def are_shares(labels: Any, model: Any) -> bool:
-    """Tell whether labels are shares of classes, one row an example, and not several labels each.
+class CustomLoss:
+    """Call a user's `compute_loss_func`, and make a plain mean of it independent of gradient accumulation.
 
-    Only the model's `config.problem_type` can say the latter: `"multi_label_classification"`.
+    `Trainer` passes `num_items_in_batch`, the number of labels in all micro-batches and processes of a step, and wants
+    the sum over the micro-batch divided by it. A function that ignores the number and returns a mean would give
+    gradients that grow with accumulation (transformers#34198). The first call finds out which of the two it returns.
+
+    Args:
+        function (`Callable`): the user's, called with outputs, labels and `num_items_in_batch`.
+        args (`TrainingArguments`): nothing is asked of the function in steps of one micro-batch and process.
     """
-    rows = isinstance(labels, Tensor) and labels.is_floating_point() and labels.ndim == 2
-    return rows and _problem_type(model) != "multi_label_classification"
 
+    def __init__(self, function: Callable[..., Any], args: TrainingArguments) -> None:
+        self.function, self.args = function, args
+        self._returns_mean: bool | None = None
 
-def are_classes(labels: Any, model: Any) -> bool:
-    """Tell whether labels are one class an example, and the model one whose loss for them is cross-entropy.
+    def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        is_split = self.args.gradient_accumulation_steps > 1 or self.args.world_size > 1
+        if is_split and self._returns_mean is None and num_items_in_batch is not None and torch.is_grad_enabled():
+            self._returns_mean = self._compare(outputs, labels, num_items_in_batch)
+        loss = self.function(outputs, labels, num_items_in_batch=num_items_in_batch)
+        if not self._returns_mean or num_items_in_batch is None:
+            return loss
+        # As Trainer counts them.
+        return loss * (labels.ne(IGNORED_LABEL).sum() / num_items_in_batch)
 
-    transformers' models are, unless they were given a loss function; a forward of somebody else's may compute another
-    loss.
-    """
-    base = base_model(model)
-    own = type(base).forward.__module__.startswith("transformers.")
-    known = own and base.loss_function is ForSequenceClassificationLoss
-    indices = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 1
-    return known and indices and _problem_type(base) in (None, "single_label_classification")
+    @torch.no_grad()
+    def _compare(self, outputs: Any, labels: Any, number: Any) -> bool | None:
+        """Tell whether the function ignores the number; `None` if the loss is 0 or not finite."""
+        devices = [labels.device] if labels.is_cuda else []
+        values = []
+        for factor in (1, 2):
+            # The same random numbers for both, and for the call that counts.
+            with torch.random.fork_rng(devices):
+                values.append(float(self.function(outputs, labels, num_items_in_batch=factor * number)))
+        first, second = values
+        if first == 0 or not math.isfinite(first):
+            return None
+        ratio = first / second if second else math.inf
+        if abs(ratio - 1) < 0.01 or abs(ratio - 2) < 0.02:
+            return ratio < 1.5
+        raise InputError(
+            f"compute_loss_func returns {first:.4g} for num_items_in_batch={int(number)} and {second:.4g} for twice "
+            "that: part of it is divided by the number and part is not. Return a mean over the examples, or the sum "
+            "divided by num_items_in_batch."
+        )
 
 
 def check_one_class(model: Any) -> None:
@@ -80,12 +109,8 @@ def check_one_class(model: Any) -> None:
     Raises:
         InputError: its `config.problem_type` says that they have several labels.
     """
-    if _problem_type(model) == "multi_label_classification":
+    if has_several_labels(model):
         raise InputError(
             "class_weights are about images of one class, and this model's problem_type is "
             "multi_label_classification. Leave them out, or give compute_loss_func."
         )
-
-
-def _problem_type(model: Any) -> str | None:
-    return getattr(getattr(model, "config", None), "problem_type", None)

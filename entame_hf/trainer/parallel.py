@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from logging import ERROR, getLogger
 from pathlib import Path
 
 import torch.distributed as dist
@@ -55,6 +56,20 @@ def check_processes(args: TrainingArguments) -> None:
             "To use them all, start with: accelerate launch your_script.py"
         )
         args._n_gpu = 1
+
+
+def set_log_level(args: TrainingArguments) -> None:
+    """Let `log_level` reach this package's loggers, and let the main process alone warn.
+
+    Args:
+        args (`TrainingArguments`): with `log_level="passive"`, the main process keeps the level that was set.
+    """
+    ours = getLogger(__name__.partition(".")[0])
+    level = args.get_process_log_level()
+    if args.process_index > 0:
+        ours.setLevel(ERROR if args.log_level_replica == "warning" else level)
+    elif args.log_level != "passive":
+        ours.setLevel(level)
 
 
 def share_buffers(model: nn.Module) -> None:

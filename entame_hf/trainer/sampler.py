@@ -1,4 +1,4 @@
-"""Which rows of an epoch each process takes."""
+"""Choose the rows of an epoch that each process takes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..errors import InputError
 
 
 class GlobalBatchSampler(BatchSampler):
-    """Give one process its part of every global batch, the last and smaller one of an epoch included.
+    """Give one process its part of every global batch, the smaller last one of an epoch included.
 
     k processes of b examples see what one process of k·b sees. accelerate would fill the last batch up with examples
     of the first one, which would count twice in gradients and in the statistics of features. Where b is even, the rows
@@ -25,6 +25,7 @@ class GlobalBatchSampler(BatchSampler):
         batch_size (`int`): b, rows of a process.
         num_processes (`int`): k.
         process_index (`int`): which of them this is.
+        joins_last (`bool`, *optional*, defaults to `False`): whether a smaller last batch joins the one before it.
 
     Raises:
         InputError: there are fewer rows than processes.
@@ -32,35 +33,49 @@ class GlobalBatchSampler(BatchSampler):
     Example:
 
     ```python
-    >>> from entame_hf.sharding import GlobalBatchSampler
+    >>> from entame_hf.trainer.sampler import GlobalBatchSampler
 
     >>> [list(GlobalBatchSampler(range(10), 2, num_processes=3, process_index=rank)) for rank in range(3)]
     [[[0, 1], [6]], [[2, 3], [7]], [[4, 5], [8, 9]]]
     ```
     """
 
-    def __init__(self, sampler: Any, batch_size: int, num_processes: int, process_index: int) -> None:
+    def __init__(
+        self, sampler: Any, batch_size: int, num_processes: int, process_index: int, joins_last: bool = False
+    ) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
-        self.num_processes, self.process_index = num_processes, process_index
+        self.num_processes, self.process_index, self.joins_last = num_processes, process_index, joins_last
         if len(sampler) < num_processes:
             raise InputError(
                 f"{len(sampler)} examples are too few for {num_processes} processes: start at most {len(sampler)}."
             )
 
+    def sizes(self) -> list[int]:
+        """List how many rows each global batch has."""
+        count, rest = divmod(len(self.sampler), self.batch_size * self.num_processes)  # type: ignore[arg-type]
+        sizes = [self.batch_size * self.num_processes] * count
+        if rest and count and self.joins_last:
+            sizes[-1] += rest
+        # Fewer rows than processes would leave one without a loss: they wait for another epoch's order.
+        elif rest >= self.num_processes:
+            sizes.append(rest)
+        return sizes
+
+    def part(self, size: int, process_index: int) -> slice:
+        """Get the rows of a global batch that a process takes."""
+        pairs = -(-size // 2)
+        unit = 2 if self.batch_size % 2 == 0 and pairs >= self.num_processes else 1
+        units = pairs if unit == 2 else size
+        start, end = (unit * (units * (process_index + i) // self.num_processes) for i in (0, 1))
+        return slice(start, min(end, size))
+
     def __iter__(self) -> Iterator[list[int]]:
         rows = iter(self.sampler)
-        while batch := list(islice(rows, self.batch_size * self.num_processes)):
-            pairs = -(-len(batch) // 2)
-            unit = 2 if self.batch_size % 2 == 0 and pairs >= self.num_processes else 1
-            units = pairs if unit == 2 else len(batch)
-            start, end = (unit * (units * (self.process_index + i) // self.num_processes) for i in (0, 1))
-            # Fewer rows than processes would leave one without a loss: they wait for another epoch's order.
-            if len(batch) >= self.num_processes:
-                yield batch[start:end]
+        for size in self.sizes():
+            yield list(islice(rows, size))[self.part(size, self.process_index)]
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.sampler), self.batch_size * self.num_processes)  # type: ignore[arg-type]
-        return whole + (rest >= self.num_processes)
+        return len(self.sizes())
 
 
 def share_order(loader: DataLoader, seed: int) -> None:
@@ -81,44 +96,56 @@ def share_order(loader: DataLoader, seed: int) -> None:
         sampler.generator = torch.Generator().manual_seed(seed)
 
 
-def share_evenly(loader: DataLoader) -> bool:
+def share_evenly(loader: DataLoader, avoids_single_rows: bool = False) -> bool:
     """Let each process take its part of an epoch's last global batch, in a loader that accelerate has prepared.
 
     Args:
         loader (`torch.utils.data.DataLoader`): of a training; one that does not take whole batches of row numbers by
             turns, as streams don't, and one that drops the last batch, stay as they are.
+        avoids_single_rows (`bool`, *optional*, defaults to `False`):
+            Whether the last batch joins the one before it if a process would get one row of it, of which BatchNorm has
+            no variance.
 
     Returns:
         `bool`: whether processes may now have parts of different sizes.
     """
-    shard = loader.batch_sampler
-    if not isinstance(shard, BatchSamplerShard) or shard.split_batches or shard.drop_last:
+    shard: Any = loader.batch_sampler
+    processes, index, batches = 1, 0, shard
+    if isinstance(shard, BatchSamplerShard) and not shard.split_batches:
+        processes, index, batches = shard.num_processes, shard.process_index, shard.batch_sampler
+    if type(batches) is not BatchSampler or batches.drop_last or isinstance(loader.dataset, IterableDataset):
         return False
-    batches = shard.batch_sampler
-    if type(batches) is not BatchSampler:
+    rest = len(batches.sampler) % (batches.batch_size * processes)  # type: ignore[arg-type]
+    if rest == 0:
         return False
-    whole = batches.batch_size * shard.num_processes
-    if len(batches.sampler) % whole == 0:  # type: ignore[arg-type]
-        return False
-    shard.batch_sampler = GlobalBatchSampler(
-        batches.sampler, batches.batch_size, shard.num_processes, shard.process_index
-    )
-    # What it wraps knows its process: Trainer does the same to its own batch samplers.
-    shard.num_processes, shard.process_index, shard.even_batches = 1, 0, False
-    return True
+    ours = GlobalBatchSampler(batches.sampler, batches.batch_size, processes, index)
+    parts = [ours.part(rest, process) for process in range(processes)]
+    ours.joins_last = avoids_single_rows and min(part.stop - part.start for part in parts) < 2
+    if batches is not shard:
+        # What it wraps knows its process: Trainer does the same to its own batch samplers.
+        shard.batch_sampler, shard.num_processes, shard.process_index, shard.even_batches = ours, 1, 0, False
+    elif ours.joins_last:
+        # A loader refuses to set it as an attribute.
+        base: Any = loader.base_dataloader  # type: ignore[attr-defined]
+        vars(base)["batch_sampler"] = ours
+    return processes > 1
 
 
-def count_stream(loader: DataLoader) -> None:
+def count_stream(loader: DataLoader) -> DataLoader:
     """Let accelerate know how many rows of a stream's last batch do not fill it up, as it knows of tables.
 
     Args:
         loader (`torch.utils.data.DataLoader`): of an evaluation, prepared by accelerate; one that does not read all of
             a stream in every process stays as it is.
+
+    Returns:
+        `torch.utils.data.DataLoader`: `loader` itself.
     """
     shard = loader.dataset
     if isinstance(shard, IterableDatasetShard) and loader.num_workers == 0:
         whole = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
         shard.dataset = _CountedStream(shard.dataset, loader, whole)
+    return loader
 
 
 class _CountedStream:

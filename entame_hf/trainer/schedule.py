@@ -1,4 +1,4 @@
-"""Schedules of the learning rate that are told in shares of a training."""
+"""Learning rate schedules: warm-up and decay as fractions of total steps, and options that go together."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from typing import Any
 
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
+from transformers.utils import logging
 
 from ..errors import InputError
+
+logger = logging.get_logger(__name__)
 
 DECAY_STEPS = "num_decay_steps"
 
 
 @contextmanager
 def resolve_ratios(args: TrainingArguments, steps: int) -> Iterator[None]:
-    """Count the steps of warm-up and decay whose share of all steps the arguments give, while this context lasts.
+    """Turn warm-up and decay from fractions of total steps into steps while this context lasts.
 
-    `Trainer` counts those of a warm-up, and takes all steps for it where there is one alone, by which some schedules
-    divide by zero. The decay of the schedule `warmup_stable_decay` it knows in steps only.
+    `Trainer` does so for a warm-up, and takes all steps for it if there is one, by which some schedules divide by
+    zero. It knows the decay of the schedule `warmup_stable_decay` in steps only.
 
     Args:
         args (`TrainingArguments`):
-            `warmup_steps`, and `num_decay_steps` in `lr_scheduler_kwargs`, are shares if they are between 0 and 1.
-        steps (`int`): how many optimizer steps the training will take.
+            `warmup_steps`, and `num_decay_steps` in `lr_scheduler_kwargs`, are fractions if they are between 0 and 1.
+        steps (`int`): the optimizer steps of the run.
 
     Example:
 
@@ -50,9 +53,38 @@ def resolve_ratios(args: TrainingArguments, steps: int) -> Iterator[None]:
         args.warmup_steps, args.lr_scheduler_kwargs = given
 
 
+# transformers builds these without a warm-up.
+WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+
+# These follow a metric.
+PLATEAU = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
+
+
+def complete_schedule(args: TrainingArguments) -> None:
+    """Make a schedule do what the other arguments ask for, where transformers would leave it out without a word.
+
+    A warm-up turns `constant` into `constant_with_warmup`. Schedules that follow a metric look for its maximum if
+    `greater_is_better`.
+
+    Args:
+        args (`TrainingArguments`): changed in place, so that logs and model cards tell what was used.
+    """
+    kind = SchedulerType(args.lr_scheduler_type)
+    if args.warmup_steps > 0 and kind == SchedulerType.CONSTANT:
+        args.lr_scheduler_type = SchedulerType.CONSTANT_WITH_WARMUP
+    elif args.warmup_steps > 0 and kind in WITHOUT_WARMUP:
+        logger.warning(
+            f"`warmup_steps={args.warmup_steps:g}` has no effect: `lr_scheduler_type={kind.value}` has no warm-up. "
+            "Use another schedule, or `warmup_steps=0`."
+        )
+    if kind in PLATEAU and args.greater_is_better:
+        options: Any = args.lr_scheduler_kwargs or {}
+        args.lr_scheduler_kwargs = {"mode": "max", **options}
+
+
 @contextmanager
 def explain_scheduler_errors(args: TrainingArguments) -> Iterator[None]:
-    """Say in one sentence that a schedule was given options which it does not have, or not those that it needs.
+    """Explain in one line that a schedule does not take its options, or needs others.
 
     Raises:
         InputError: transformers' function of the schedule does not take `lr_scheduler_kwargs`.
@@ -62,7 +94,7 @@ def explain_scheduler_errors(args: TrainingArguments) -> Iterator[None]:
     except TypeError as error:
         name, options = SchedulerType(args.lr_scheduler_type).value, json.dumps(args.lr_scheduler_kwargs or {})
         raise InputError(
-            f"--lr_scheduler_type {name} cannot be made of --lr_scheduler_kwargs '{options}': {error}. A decay over "
-            "the last fifth, for example: --lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs "
-            f"'{{\"{DECAY_STEPS}\": 0.2}}'."
+            f"`lr_scheduler_type={name}` does not go with `lr_scheduler_kwargs={options}`: {error}. For a decay over "
+            "the last fifth, set `lr_scheduler_type=warmup_stable_decay` and "
+            f'`lr_scheduler_kwargs={{"{DECAY_STEPS}": 0.2}}`.'
         ) from error

@@ -92,6 +92,18 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
         trainer.frozen.enter_context(frozen_statistics(model))
 
 
+def warn_of_half_precision(model: nn.Module) -> None:
+    """Warn if a model's weights would be trained in half precision."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            logger.warning_once(
+                f"The model's weights are {kind} ({name}): small updates round to nothing, and float16 overflows. "
+                "Load it with from_pretrained(..., dtype=torch.float32), and set bf16=True for mixed precision."
+            )
+            return
+
+
 def drop_gradients(model: nn.Module, heads: list[Head]) -> None:
     """Drop the gradients of all parameters but the heads'."""
     kept = {id(parameter) for head in heads for parameter in head.module.parameters()}

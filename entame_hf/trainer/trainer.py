@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
@@ -24,17 +24,25 @@ from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import OwnRandomness, TrainedMark
 from .checkpoint import load_trained, prepare_resuming, save_head_state, save_stock_model
 from .energies import BaseNoise, EnergyRecorder
-from .evaluation import Evaluations, EvaluationSums, own_rows, resize_rows
+from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows
 from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
-from .loader import is_batch_stream, mean_batch_size, place_in_stream, prepared_loader
-from .loss import ClassificationLoss, are_classes, are_shares, check_one_class
-from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, share_buffers
+from .labels import LabelReader, are_classes, are_shares
+from .loader import (
+    has_batch_norm,
+    is_batch_stream,
+    mean_batch_size,
+    place_in_stream,
+    prepared_loader,
+    single_image_explained,
+)
+from .loss import ClassificationLoss, CustomLoss, check_one_class
+from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .report import try_to_write_card
 from .resume import BestCheckpointFinder, explained_full_disk, find_checkpoint, unfinished
 from .sampler import count_stream, share_evenly, share_order
-from .schedule import explain_scheduler_errors, resolve_ratios
-from .start import drop_gradients, prepare_model, resolve_config
+from .schedule import complete_schedule, explain_scheduler_errors, resolve_ratios
+from .start import drop_gradients, prepare_model, resolve_config, warn_of_half_precision
 from .temporary import temporarily
 
 
@@ -59,9 +67,6 @@ class EntameTrainer(Trainer):
         card_options (`dict`): arguments of `create_model_card` whenever it is called, also by `push_to_hub`, such as
             `{"dataset_tags": "uoft-cs/cifar10"}`.
 
-    Raises:
-        InputError: on `train()`, the model was adapted before, and its head would be wiped.
-
     Example:
 
     ```python
@@ -70,7 +75,6 @@ class EntameTrainer(Trainer):
 
     >>> model = timm.create_model("resnet18", num_classes=10)
     >>> trainer = EntameTrainer(model, EntameTrainingArguments("out"), train_dataset=train_dataset)  # doctest: +SKIP
-    >>> trainer.train()  # doctest: +SKIP
     ```
     """
 
@@ -79,6 +83,8 @@ class EntameTrainer(Trainer):
     state: Any
     label_smoother: Any
     hub_model_id: Any
+    batch_maker: Any
+    mean_batch_size: Any
     gather_function: Any
     push_in_progress: Any = None
 
@@ -106,20 +112,13 @@ class EntameTrainer(Trainer):
         check_processes(args)
         wrapped = None if model is None else as_transformers(model)
         super().__init__(
-            wrapped,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            model_init,  # type: ignore[arg-type]
-            compute_loss_func,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            optimizer_cls_and_kwargs,
+            *(wrapped, args, data_collator, train_dataset, eval_dataset, processing_class, model_init),  # type: ignore
+            *(compute_loss_func, compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs),
             preprocess_logits_for_metrics,
         )
+        set_log_level(args)
+        if not self.is_deepspeed_enabled:
+            warn_of_half_precision(self.model)
         self.entame = entame.under(TIMM_PREFIX) if entame is not None and wrapped is not model else entame
         # Most vision models take **kwargs and scale nothing. Trainer takes their loss for one that is divided already:
         # gradients would grow with gradient accumulation (transformers#47688).
@@ -129,20 +128,18 @@ class EntameTrainer(Trainer):
         if class_weights is not None or self.label_smoother is not None:
             # Trainer's own takes the logarithm in the dtype of the logits.
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
+        if compute_loss_func is not None:
+            self.compute_loss_func = CustomLoss(compute_loss_func, args)
+        self.read_labels = LabelReader()
         self.card_options: dict[str, Any] = {}
         self.energies, self.head_rates, self.base_noise = EnergyRecorder(self), HeadRates(self), BaseNoise(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
-        for callback in (
-            *(BestCheckpointFinder(), self.evaluations, self.base_noise, OwnRandomness(), TrainedMark()),
-            *(self.energies, self.head_rates, CheckpointUploads(self)),
-        ):
+        observers = (self.evaluations, self.base_noise, self.energies, self.head_rates)
+        for callback in (BestCheckpointFinder(), OwnRandomness(), TrainedMark(), *observers, CheckpointUploads(self)):
             self.add_callback(callback)
         # What is frozen while train() runs, and how often a batch size was tried in it.
         self.frozen, self.attempts = ExitStack(), 0
-        self.batch_maker: Any = None
-        self.parts_differ = False
-        # Of the step that runs; None if all its micro-batches have the same size.
-        self.mean_batch_size: Any = None
+        self.batch_maker, self.parts_differ, self.mean_batch_size = None, False, None
         self.operations: dict[int, int] = {}
 
     # Trainer has no argument for it: without it, DDP copies all gradients to what it sends and back in every step.
@@ -170,15 +167,11 @@ class EntameTrainer(Trainer):
 
     # Trainer resumes from the newest checkpoint, intact or not, and whether other hosts have it or not.
     def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         check_output_folder(self.args)
         if resume_from_checkpoint:
-            find: Any = partial(find_checkpoint, resume_from_checkpoint, self.args)
-            resume_from_checkpoint = same_on_all(find)
+            resume_from_checkpoint = same_on_all(partial(find_checkpoint, resume_from_checkpoint, self.args))
         self.attempts = 0
         with self.frozen:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -190,7 +183,7 @@ class EntameTrainer(Trainer):
         max_steps: int,
         num_update_steps_per_epoch: int,
         num_train_epochs: int,
-        resume_from_checkpoint: str | None,
+        resume_from_checkpoint: Any,
         trial: Any,
     ) -> tuple[int, int]:
         prepare_model(self, resume_from_checkpoint)
@@ -212,8 +205,9 @@ class EntameTrainer(Trainer):
         self.head_rates.assign(optimizer, ours)
         return optimizer
 
-    # Trainer knows warm-up and decay as numbers of steps, or not at all.
+    # Trainer knows warm-up and decay as numbers of steps, or not at all; and some schedules drop options silently.
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        complete_schedule(self.args)
         with resolve_ratios(self.args, num_training_steps), explain_scheduler_errors(self.args):
             return super().create_scheduler(num_training_steps, optimizer)
 
@@ -230,29 +224,28 @@ class EntameTrainer(Trainer):
         else:
             loader, self.batch_maker = super().get_train_dataloader(), None
         share_order(loader, args.seed if args.data_seed is None else args.data_seed)
-        self.parts_differ = share_evenly(loader)
+        self.parts_differ = share_evenly(loader, has_batch_norm(self.model))
         return loader
 
     # dataloader_drop_last is about training: an evaluation without some of its images reports another accuracy.
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset  # type: ignore
-        dataset = self.eval_dataset if named is None else named
-        return self.evaluation_loader(dataset, partial(super().get_eval_dataloader, eval_dataset))
+        sets: Any = self.eval_dataset
+        dataset = sets if eval_dataset is None else eval_dataset
+        dataset = sets[dataset] if isinstance(dataset, str) else dataset
+        if isinstance(dataset, BatchDataset):
+            return self.get_test_dataloader(dataset)
+        with temporarily(self.args, dataloader_drop_last=False):
+            return count_stream(super().get_eval_dataloader(eval_dataset))
 
     # As for the evaluation.
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        return self.evaluation_loader(test_dataset, partial(super().get_test_dataloader, test_dataset))
-
-    def evaluation_loader(self, dataset: Any, build: Callable[[], DataLoader]) -> DataLoader:
-        """Build a loader of an evaluation: ours for datasets that make batches, else by Trainer's `build`."""
-        if isinstance(dataset, BatchDataset):
-            sampler = self._get_eval_sampler(dataset)
-            loader, _ = prepared_loader(dataset, self.args.eval_batch_size, sampler, self.args, self.accelerator)
-        else:
-            with temporarily(self.args, dataloader_drop_last=False):
-                loader = build()
-        count_stream(loader)
-        return loader
+        args = self.args
+        if isinstance(test_dataset, BatchDataset):
+            sampler = self._get_eval_sampler(test_dataset)
+            loader, _ = prepared_loader(test_dataset, args.eval_batch_size, sampler, args, self.accelerator)
+            return count_stream(loader)
+        with temporarily(args, dataloader_drop_last=False):
+            return count_stream(super().get_test_dataloader(test_dataset))
 
     # An epoch's last step may hold a smaller micro-batch, or a smaller part of one on some processes: its mean loss
     # counts for its examples, not for a batch. A run that was killed after its last checkpoint takes no other step.
@@ -273,10 +266,9 @@ class EntameTrainer(Trainer):
     # several labels an image. Mixed precision rounds the logits of their own loss, or, on GPUs, where autocast leaves
     # cross-entropy in its input's dtype, its logarithms: in bfloat16, ln 10 is 2.297.
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        labels: Any = inputs.get("labels")
-        examples = find_batch_size(inputs)
+        labels, examples = inputs.get("labels"), find_batch_size(inputs)
         if are_shares(labels, self.model) and not isinstance(self.label_smoother, ClassificationLoss):
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor)
         with self.energies.watching(), self.head_rates.watching():
@@ -295,7 +287,10 @@ class EntameTrainer(Trainer):
     # Head warm-up: after the backward, before clipping. Without gradients the optimizer skips the backbone and its
     # state, and DDP's reducer has done its work, so that nothing is frozen or unfrozen under it.
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        inputs = self.read_labels(inputs, self.model)
+        stream = isinstance(self.train_dataset, IterableDataset)
+        with single_image_explained(self.model, find_batch_size(inputs), self.args, stream):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self.energies.observe_gradients()
             self.head_rates.observe_gradients()
@@ -331,10 +326,10 @@ class EntameTrainer(Trainer):
         self.evaluation_sums = sums = EvaluationSums(self.args)
         gathering = temporarily(self, gather_function=sums.gathering(self.gather_function))
         with gathering, temporarily(self.args, average_tokens_across_devices=False):
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
+            options = (prediction_loss_only, ignore_keys, metric_key_prefix)
+            output: Any = super().evaluation_loop(dataloader, description, *options)
         output = sums.correct(output, f"{metric_key_prefix}_loss", self.accelerator)
+        output.metrics.update(plain_numbers(output.metrics))
         if metric_key_prefix == "eval" and self.is_world_process_zero():
             self.evaluations.observe(output, self.state)
         return output
@@ -345,10 +340,10 @@ class EntameTrainer(Trainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         # Other inputs need not have a row an example.
-        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        rows = find_batch_size([main, inputs])
+        rows = find_batch_size([inputs.get(getattr(self.model, "main_input_name", "input_ids")), inputs])
         if rows is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self.read_labels(inputs, self.model)
         own = own_rows(rows, self.args, self.accelerator)
         # A process without an example of its own computes one, for what is gathered.
         used = max(own, 1)
@@ -357,6 +352,12 @@ class EntameTrainer(Trainer):
         self.evaluation_sums.add(loss, labels, own, rows)
         logits, label_ids = (resize_rows(values, used, rows) for values in predicted)
         return loss, logits, label_ids
+
+    # Checkpoints keep the log as JSON, which has no arrays. And the device is waited for here anyway.
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        self.read_labels.verify()
+        logs.update(plain_numbers(logs))
+        super().log(logs, start_time)
 
     # ---- Save and load ----
 

@@ -40,6 +40,7 @@ OVERRIDDEN = {
     "floating_point_ops": "self inputs",
     "evaluation_loop": "self dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "prediction_step": "self model inputs prediction_loss_only ignore_keys",
+    "log": "self logs start_time",
     "save_model": "self output_dir _internal_call",
     "_save": "self output_dir state_dict",
     "_save_checkpoint": "self model trial",

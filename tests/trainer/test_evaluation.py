@@ -1,5 +1,6 @@
 """Evaluations of one process are Trainer's, but for a loss that is a mean over labels that count."""
 
+import json
 import math
 
 import numpy as np
@@ -80,3 +81,25 @@ def test_losses_that_are_no_numbers_are_left_out_where_trainer_does_so(tmp_path,
     loss = EntameTrainer(tiny_vit, args).evaluate(data)["eval_loss"]
     expected = tiny_vit(data.images[:16], labels=data.labels[:16]).loss.item()
     assert loss == pytest.approx(expected if left_out else math.nan, rel=1e-5, nan_ok=True)
+
+
+def test_metrics_of_numpy_and_torch_are_logged_and_saved(tiny_vit, tmp_path):
+    values = {
+        "matrix": np.eye(2), "number": np.float32(0.5), "count": np.int64(3), "row": torch.tensor([1, 2]),
+        "scalar": torch.tensor(0.25), "nested": {"classes": np.array([0.5])}, "list": [np.float64(1)],
+    }  # fmt: skip
+    args = arguments(tmp_path, max_steps=1, eval_strategy="steps")
+    args.eval_steps = 1
+    trainer = EntameTrainer(
+        tiny_vit, args, train_dataset=RandomImages(8), eval_dataset=RandomImages(8), compute_metrics=lambda _: values
+    )
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.log({"mine": np.arange(2)})
+    trainer.save_metrics("eval", metrics)
+    trainer.save_state()
+    saved = json.loads((tmp_path / "eval_results.json").read_text())
+    expected = {"matrix": [[1, 0], [0, 1]], "number": 0.5, "count": 3, "row": [1, 2], "scalar": 0.25}
+    expected |= {"nested": {"classes": [0.5]}, "list": [1]}
+    assert {name: saved[f"eval_{name}"] for name in expected} == expected
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["log_history"][-1]["mine"] == [0, 1]

@@ -12,7 +12,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
 from entame_hf.data.columns import balanced_class_weights
-from entame_hf.trainer.loss import ClassificationLoss, are_shares
+from entame_hf.trainer.labels import are_shares
+from entame_hf.trainer.loss import ClassificationLoss
 
 torch.manual_seed(0)
 LOGITS, LABELS, WEIGHTS = torch.randn(12, 5), torch.arange(12) % 5, torch.tensor([0.2, 1.0, 3.0, 0.5, 0.0])
@@ -71,12 +72,12 @@ class Soft(RandomImages):
 
 
 def step(model, data, tmp_path, **kwargs):
-    weights = kwargs.pop("class_weights", None)
+    own = {name: kwargs.pop(name, None) for name in ("class_weights", "compute_loss_func")}
     args = EntameTrainingArguments(
         str(tmp_path), max_steps=1, per_device_train_batch_size=kwargs.pop("batch", 20), report_to="none",
         save_strategy="no", entame_method="keep", dataloader_pin_memory=False, disable_tqdm=True, **kwargs,
     )  # fmt: skip
-    trainer = EntameTrainer(model, args, train_dataset=data, eval_dataset=RandomImages(20), class_weights=weights)
+    trainer = EntameTrainer(model, args, train_dataset=data, eval_dataset=RandomImages(20), **own)
     loss = trainer.train().training_loss
     return loss, trainer
 
@@ -113,6 +114,46 @@ def test_class_weights_are_not_for_several_labels_an_image(tiny_vit, tmp_path):
     tiny_vit.config.problem_type = "multi_label_classification"
     with pytest.raises(InputError, match="give compute_loss_func"):
         step(tiny_vit, RandomImages(20), tmp_path, class_weights=torch.ones(10))
+
+
+def a_mean(outputs, labels, num_items_in_batch=None):
+    return cross_entropy(outputs["logits"], labels)
+
+
+def a_sum_over_the_number(outputs, labels, num_items_in_batch=None):
+    loss = cross_entropy(outputs["logits"], labels, reduction="sum")
+    return loss / (len(labels) if num_items_in_batch is None else num_items_in_batch)
+
+
+def a_mean_of_shares(outputs, labels, num_items_in_batch=None):
+    return cross_entropy(outputs["logits"], one_hot(labels, 10).float())
+
+
+@pytest.mark.parametrize("loss", [a_mean, a_sum_over_the_number, a_mean_of_shares])
+def test_a_loss_of_the_users_own_does_not_depend_on_accumulation(tiny_vit, tmp_path, loss):
+    data = RandomImages(20)
+    before = {name: p.detach().clone() for name, p in tiny_vit.named_parameters()}
+    changes, logged = [], []
+    for batch, accumulation in ((20, 1), (10, 2), (8, 3), (3, 7)):
+        tiny_vit.load_state_dict(before)
+        _, trainer = step(
+            tiny_vit, data, tmp_path, batch=batch, gradient_accumulation_steps=accumulation, optim="sgd",
+            max_grad_norm=0, learning_rate=1.0, logging_steps=1, compute_loss_func=loss,
+        )  # fmt: skip
+        logged.append(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
+        changes.append(torch.cat([(p.detach() - before[n]).flatten() for n, p in tiny_vit.named_parameters()]))
+    assert logged == pytest.approx([logged[0]] * 4, rel=1e-4)
+    for change in changes[1:]:
+        torch.testing.assert_close(change, changes[0], rtol=1e-3, atol=1e-5)
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_loss_that_is_divided_in_part_is_refused_before_the_first_step(tiny_vit, tmp_path):
+    def both(outputs, labels, num_items_in_batch):
+        return a_mean(outputs, labels) + a_sum_over_the_number(outputs, labels, num_items_in_batch)
+
+    with pytest.raises(InputError, match=r"Return a mean over the examples, or the sum divided by num_items_in_batch"):
+        step(tiny_vit, RandomImages(20), tmp_path, batch=10, gradient_accumulation_steps=2, compute_loss_func=both)
 
 
 class DoubledForImageClassification(ViTForImageClassification):

@@ -36,6 +36,33 @@ def test_every_process_has_a_part_of_every_batch(rows, processes):
         assert len(list(chain(*batch))) < 2 * processes - 1 or not any(part[0] % 2 for part in batch)
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [2, 3, 4])
+@pytest.mark.parametrize("rows", [7, 8, 9, 13, 17, 25])
+def test_no_process_gets_a_single_row_if_batches_are_joined(rows, batch_size, processes):
+    seen, sizes = [], []
+    for rank in range(processes):
+        made = DataLoader(range(rows), batch_size)
+        prepared = prepare_data_loader(made, num_processes=processes, process_index=rank)
+        share_evenly(prepared, avoids_single_rows=True)
+        batches = [batch.tolist() for batch in prepared]
+        assert len(batches) == len(prepared)
+        seen += chain(*batches)
+        sizes.append([len(batch) for batch in batches])
+    if rows < 2 * processes:
+        return
+    if rows >= batch_size * processes:
+        assert sorted(seen) == [*range(rows)]
+        assert min(chain(*sizes)) >= 2
+    assert len({len(of_one) for of_one in sizes}) == 1
+
+
+def test_a_last_batch_of_two_rows_stays_on_its_own():
+    prepared = prepare_data_loader(DataLoader(range(10), 4))
+    share_evenly(prepared, avoids_single_rows=True)
+    assert [batch.tolist() for batch in prepared][-1] == [8, 9]
+
+
 def loader(rows, rank, **options):
     return prepare_data_loader(DataLoader(range(rows), 4, **options), num_processes=3, process_index=rank)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from conftest import RandomImages
 from test_trainer import arguments
-from transformers import default_data_collator
+from transformers import TrainingArguments, default_data_collator
 
-from entame_hf import EntameTrainer, InputError
+from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
 
 
 def rates(model, args, steps):
@@ -68,8 +69,8 @@ def test_a_warm_up_leaves_a_step(tmp_path, tiny_vit, steps):
 @pytest.mark.parametrize(
     ("schedule", "options", "message"),
     [
-        ("warmup_stable_decay", None, r"kwargs '\{\}': .*num_decay_steps"),
-        ("cosine", {"power": 0.5}, r"cosine .*'\{\"power\": 0.5\}': .*unexpected keyword argument 'power'"),
+        ("warmup_stable_decay", None, r"kwargs=\{\}`: .*num_decay_steps"),
+        ("cosine", {"power": 0.5}, r"cosine` .*=\{\"power\": 0.5\}`: .*unexpected keyword argument 'power'"),
     ],
     ids=["missing", "foreign"],
 )
@@ -77,3 +78,49 @@ def test_options_that_do_not_fit_are_told_with_an_example(tmp_path, tiny_vit, sc
     args = arguments(tmp_path, lr_scheduler_type=schedule, lr_scheduler_kwargs=options)
     with pytest.raises(InputError, match=message):
         rates(tiny_vit, args, 4)
+
+
+@pytest.mark.parametrize("kind", [EntameTrainingArguments, TrainingArguments])
+@pytest.mark.parametrize("warmup", [2, 0.5])
+def test_a_warm_up_turns_constant_into_constant_with_warmup(tmp_path, tiny_vit, kind, warmup):
+    args = kind(
+        str(tmp_path),
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        warmup_steps=warmup,
+        report_to="none",
+        use_cpu=True,
+    )
+    assert rates(tiny_vit, args, 4) == [0, 0.5, 1, 1]
+    assert args.lr_scheduler_type == "constant_with_warmup"
+
+
+def test_constant_without_a_warm_up_stays(tmp_path, tiny_vit):
+    args = arguments(tmp_path, learning_rate=1.0, lr_scheduler_type="constant")
+    assert rates(tiny_vit, args, 2) == [1, 1]
+    assert args.lr_scheduler_type == "constant"
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({"metric_for_best_model": "accuracy"}, "max"),
+        ({"metric_for_best_model": "loss"}, "min"),
+        ({}, "min"),
+        ({"metric_for_best_model": "error", "greater_is_better": False}, "min"),
+        ({"metric_for_best_model": "accuracy", "lr_scheduler_kwargs": {"mode": "min"}}, "min"),
+    ],
+    ids=["accuracy", "loss", "default", "error", "given"],
+)
+def test_a_plateau_follows_the_direction_of_its_metric(tmp_path, tiny_vit, schedule, options, mode):
+    args = arguments(tmp_path, lr_scheduler_type=schedule, eval_strategy="steps", **options)
+    trainer = EntameTrainer(tiny_vit, args, eval_dataset=RandomImages(4))
+    trainer.create_optimizer_and_scheduler(4)
+    assert trainer.lr_scheduler.mode == mode
+
+
+def test_a_warm_up_that_a_schedule_cannot_have_is_logged(tmp_path, tiny_vit, caplog):
+    args = arguments(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", warmup_steps=3, eval_strategy="steps")
+    EntameTrainer(tiny_vit, args, eval_dataset=RandomImages(4)).create_optimizer_and_scheduler(4)
+    assert "`warmup_steps=3` has no effect: `lr_scheduler_type=reduce_lr_on_plateau` has no warm-up" in caplog.text

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 from conftest import RandomImages
 from transformers import TrainingArguments
 
@@ -67,3 +68,18 @@ def test_trainer_without_arguments_builds_its_own(tiny_vit, tmp_path, monkeypatc
 def test_plain_arguments_get_the_defaults_of_the_heads_options(tiny_vit, tmp_path):
     trainer = EntameTrainer(tiny_vit, TrainingArguments(str(tmp_path), report_to="none"))
     assert trainer.entame_config() == EntameConfig()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_in_half_precision_are_logged_with_what_to_type(tiny_vit, tmp_path, caplog, monkeypatch, dtype):
+    monkeypatch.setattr(logging.getLogger("entame_hf"), "propagate", True)
+    EntameTrainer(tiny_vit.to(dtype), TrainingArguments(str(tmp_path), report_to="none"))
+    assert f"The model's weights are {str(dtype).removeprefix('torch.')}" in caplog.text
+    assert "from_pretrained(..., dtype=torch.float32), and set bf16=True" in caplog.text
+
+
+def test_a_frozen_backbone_in_half_precision_is_not_logged(tiny_vit, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("entame_hf"), "propagate", True)
+    tiny_vit.vit.to(torch.bfloat16).requires_grad_(False)
+    EntameTrainer(tiny_vit, TrainingArguments(str(tmp_path), report_to="none"))
+    assert "weights are" not in caplog.text

@@ -1,0 +1,119 @@
+"""Labels: what they are, and their conversion to what losses take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
+from ..errors import InputError
+from ..heads import base_model
+
+# How far the sum of a row of shares may be from 1: bfloat16 keeps three digits.
+TOLERANCE = 0.01
+
+
+class LabelReader:
+    """Convert labels to what losses take: int64 class indices, or float rows with a value a class.
+
+    The sums of rows are compared with 1 on the device: at once for the first batch, and for others when [`verify`] is
+    called, because every comparison waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._worst: Tensor | None = None
+        self._has_read_rows = False
+
+    def __call__(self, inputs: Any, model: Any) -> Any:
+        """Convert the labels of a batch.
+
+        Args:
+            inputs (`dict`): the batch; one whose labels need no conversion is returned as it is.
+            model (`torch.nn.Module`): its config says how many classes there are, and whether an image has several.
+
+        Raises:
+            InputError: the labels are neither classes nor shares of classes.
+        """
+        labels = inputs.get("labels")
+        if not isinstance(labels, Tensor) or _problem_type(model) == "regression":
+            return inputs
+        converted = self._convert(labels, getattr(getattr(model, "config", None), "num_labels", None), model)
+        return inputs if converted is labels else {**inputs, "labels": converted}
+
+    def _convert(self, labels: Tensor, classes: int | None, model: Any) -> Tensor:
+        is_row = labels.ndim == 2 and labels.shape[1] == classes
+        if has_several_labels(model):
+            return labels if labels.is_floating_point() else labels.float()
+        if labels.ndim == 2 and labels.is_floating_point() and classes is not None and not is_row:
+            raise InputError(
+                f"The labels are rows of {labels.shape[1]} values, and the model has {classes} classes. Give one "
+                "value for each class, or the index of the class."
+            )
+        if is_row and (labels.is_floating_point() or bool((labels <= 1).all() and (labels >= 0).all())):
+            labels = labels if labels.is_floating_point() else labels.float()
+            self._compare_sums(labels)
+            return labels
+        if labels.ndim == 1 and labels.is_floating_point() and classes != 1:
+            # The default collator makes floats of NumPy's integers.
+            if bool((labels != labels.round()).any()):
+                raise InputError(
+                    f"The labels are fractions, such as {labels[labels != labels.round()][0]:g}. Give the index of "
+                    "the class, or a row with the share of each class."
+                )
+            return labels.long()
+        return labels if labels.is_floating_point() or labels.dtype == torch.int64 else labels.long()
+
+    @torch.no_grad()
+    def _compare_sums(self, rows: Tensor) -> None:
+        deviation = (rows.float().sum(1) - 1).abs().max()
+        self._worst = deviation if self._worst is None else torch.maximum(self._worst, deviation)
+        if not self._has_read_rows:
+            self._has_read_rows = True
+            self.verify()
+
+    def verify(self) -> None:
+        """Make sure that all rows since the last call sum to 1.
+
+        Raises:
+            InputError: one does not, as rows of several labels an image don't.
+        """
+        worst, self._worst = self._worst, None
+        if worst is not None and not float(worst) <= TOLERANCE:
+            raise InputError(
+                f"The labels are rows whose sum differs from 1 by up to {float(worst):.3g}, and the model has one "
+                "label an image. Give shares of classes that sum to 1; or, for several labels an image, set "
+                'model.config.problem_type = "multi_label_classification".'
+            )
+
+
+def has_several_labels(model: Any) -> bool:
+    """Tell whether a model's images have several labels each: only its `config.problem_type` can say so."""
+    return _problem_type(base_model(model)) == "multi_label_classification"
+
+
+def are_shares(labels: Any, model: Any) -> bool:
+    """Tell whether labels are shares of classes, one row an example, and not several labels each.
+
+    Only the model's `config.problem_type` can say the latter: `"multi_label_classification"`.
+    """
+    rows = isinstance(labels, Tensor) and labels.is_floating_point() and labels.ndim == 2
+    return rows and not has_several_labels(model)
+
+
+def are_classes(labels: Any, model: Any) -> bool:
+    """Tell whether labels are one class an example, and the model one whose loss for them is cross-entropy.
+
+    transformers' models are, unless they were given a loss function; a forward of somebody else's may compute another
+    loss.
+    """
+    base = base_model(model)
+    own = type(base).forward.__module__.startswith("transformers.")
+    known = own and base.loss_function is ForSequenceClassificationLoss
+    indices = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 1
+    return known and indices and _problem_type(base) in (None, "single_label_classification")
+
+
+def _problem_type(model: Any) -> str | None:
+    return getattr(getattr(model, "config", None), "problem_type", None)

@@ -1,0 +1,118 @@
+"""Labels of a user's own dataset: converted, or refused before the first step."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import RandomImages
+from torch.nn.functional import one_hot
+
+from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
+from entame_hf.trainer.labels import LabelReader
+
+
+class Labelled(RandomImages):
+    """Images whose labels a function makes of the class."""
+
+    def __init__(self, label, size=24):
+        super().__init__(size)
+        self.label = label
+
+    def __getitem__(self, index):
+        item = super().__getitem__(index)
+        return {**item, "labels": self.label(int(item["labels"]))}
+
+
+def hot(*others):
+    return lambda label: one_hot(torch.tensor([label, *others]), 10).sum(0).clamp(max=1)
+
+
+def run(model, data, tmp_path, **options):
+    defaults = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 8, "report_to": "none"}
+    args = EntameTrainingArguments(str(tmp_path), use_cpu=True, save_strategy="no", **{**defaults, **options})
+    trainer = EntameTrainer(model, args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    return trainer
+
+
+CLASSES = {
+    "int": int,
+    "np.int32": np.int32,
+    "np.uint8": np.uint8,
+    "np.int64": np.int64,
+    "int16": lambda label: torch.tensor(label, dtype=torch.int16),
+    "int32": lambda label: torch.tensor(label, dtype=torch.int32),
+    "uint8": lambda label: torch.tensor(label, dtype=torch.uint8),
+    "float": float,
+    "multi-hot-int": hot(),
+    "multi-hot-bool": lambda label: hot()(label).bool(),
+    "shares": lambda label: hot()(label).float(),
+}
+
+
+@pytest.mark.parametrize("label", CLASSES.values(), ids=CLASSES)
+def test_labels_of_every_dtype_train_and_evaluate_alike(tiny_vit, tmp_path, label):
+    trainer = run(tiny_vit, Labelled(label), tmp_path)
+    expected = torch.tensor(10.0).log().item()
+    assert trainer.state.log_history[0].get("loss", expected) == pytest.approx(expected, rel=1e-4)
+    first = next(entry for entry in trainer.state.log_history if "energy/labels" in entry)
+    assert first["energy/labels"] == pytest.approx(1)
+    trainer.model.eval()
+    data = trainer.eval_dataset
+    with torch.no_grad():
+        logits = trainer.model(data.images).logits
+    known = torch.nn.functional.cross_entropy(logits, data.labels).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(known, rel=1e-4)
+
+
+@pytest.mark.parametrize("label", [hot(3), lambda label: hot(3, 4)(label).float()], ids=["int", "float"])
+def test_rows_that_do_not_sum_to_1_are_refused_before_the_first_step(tiny_vit, tmp_path, label):
+    with pytest.raises(InputError, match=r'by up to .*set model\.config\.problem_type = "multi_label'):
+        run(tiny_vit, Labelled(label), tmp_path)
+
+
+def test_rows_that_do_not_sum_to_1_are_refused_in_later_batches(tiny_vit):
+    reader, one, two = LabelReader(), hot()(1).float()[None], hot(2)(1).float()[None]
+    for _ in range(2):
+        reader({"labels": one}, tiny_vit)
+    reader.verify()
+    reader({"labels": two}, tiny_vit)
+    reader({"labels": one}, tiny_vit)
+    with pytest.raises(InputError, match="differs from 1 by up to 1,"):
+        reader.verify()
+    reader.verify()
+
+
+@pytest.mark.parametrize("label", [hot(3), lambda label: hot(3)(label).float()], ids=["int", "float"])
+def test_several_labels_an_image_train_without_energies(tiny_vit, tmp_path, label):
+    tiny_vit.config.problem_type = "multi_label_classification"
+    trainer = run(tiny_vit, Labelled(label), tmp_path)
+    history = trainer.state.log_history
+    assert history[0]["loss"] == pytest.approx(torch.tensor(2.0).log().item(), rel=1e-3)
+    assert not any(key.startswith("energy/") for entry in history for key in entry)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_shares_in_half_precision_sum_to_1(tiny_vit, dtype):
+    rows = torch.rand(64, 10).softmax(1).to(dtype)
+    assert LabelReader()({"labels": rows}, tiny_vit)["labels"] is rows
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.tensor([0.0, 1.5]), "are fractions, such as 1.5"),
+        (torch.full((2, 7), 1 / 7), "rows of 7 values, and the model has 10 classes"),
+    ],
+    ids=["fractions", "width"],
+)
+def test_labels_that_are_nothing_are_refused(tiny_vit, labels, message):
+    with pytest.raises(InputError, match=message):
+        LabelReader()({"labels": labels}, tiny_vit)
+
+
+@pytest.mark.parametrize(
+    "labels", [torch.tensor([1, 2]), torch.tensor([[1, 2, -100]]), torch.tensor([[3], [4]])], ids=["N", "NxP", "Nx1"]
+)
+def test_indices_stay_as_they_are(tiny_vit, labels):
+    inputs = {"labels": labels}
+    assert LabelReader()(inputs, tiny_vit) is inputs
