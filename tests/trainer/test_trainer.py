@@ -112,7 +112,7 @@ class TestDropIn:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"entame_method": "lp-ft"}, "base, base_wu, mei, fn, entame, keep"),
+            ({"entame_method": "lp-ft"}, "base, base_wu, mei, fn, entame, informed, keep"),
             ({"phi_w": 0.0}, "phi_w"),
             ({"head_lr_multiplier": 0.0}, "head_lr_multiplier"),
             ({"head_warmup_steps": -1}, "head_warmup_steps"),
