@@ -2,8 +2,8 @@
 
     python scripts/architectures.py --table scripts/results/architectures.md
 
-Each model is built on the meta device for a number of classes that no inner layer is as wide as: what `find_heads`
-gives must be all leaves of that width, or an error. The table counts the outcomes.
+Each model is built on the meta device with a number of classes that no inner layer has as its width. `find_heads` must
+return all leaves of that width, or raise an error. The table counts the outcomes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from entame_hf import find_heads
 from entame_hf.heads import Leaf, num_classes
 
 CLASSES = 1013
-# The defaults of these configs do not build: attention channels that their heads do not divide.
+# These configs' defaults do not build: their heads do not divide their attention channels.
 SMALL = {
     "PerceiverForImageClassificationConvProcessing": {"num_self_attention_heads": 1, "num_cross_attention_heads": 1},
     "PerceiverForImageClassificationFourier": {"num_self_attention_heads": 1, "num_cross_attention_heads": 1},
@@ -38,7 +38,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a model: `wrong` where the heads found are not all leaves that give logits."""
+    """The outcome of a model; `wrong` if `find_heads` did not return all leaves that give logits."""
 
     source: str
     name: str
@@ -65,15 +65,15 @@ def timm_model(name: str) -> Finding:
     try:
         with torch.device("meta"):
             model = timm.create_model(name, num_classes=CLASSES)
-    # torch 2.11 cannot list a tensor's unique values there, which a few constructors need.
+    # A few constructors need a tensor's unique values, which torch 2.11 cannot list on meta.
     except NotImplementedError:
         model = timm.create_model(name, num_classes=CLASSES)
     return examine("timm", name, model)
 
 
 def timm_models(names: list[str] | None = None) -> Iterator[Finding]:
-    # Building is Python's work, so every core takes its share; forked, none of them imports anything again, nor ends
-    # what this process has thrown away: a process group's end is not survived there.
+    # Building is pure Python, so use all cores. Forked processes import nothing again. Freezing keeps them from
+    # collecting this process's garbage: destroying a process group there would end them.
     with ProcessPoolExecutor(mp_context=get_context("fork"), initializer=gc.freeze) as pool:
         yield from pool.map(timm_model, names or timm.list_models(), chunksize=4)
 
@@ -112,7 +112,7 @@ def table(findings: list[Finding]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, help="file that the table is written to")
+    parser.add_argument("--table", type=Path, help="file to write the table to")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     total = len(timm.list_models()) + len(transformers_classes())

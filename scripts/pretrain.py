@@ -1,11 +1,11 @@
-"""Make a pretrained model without any download: train one of timm's on glyphs and fractals that are drawn as it goes.
+"""Pretrain a timm model without any download, on glyphs and fractals that are drawn on the fly.
 
     python scripts/pretrain.py --model resnet50 --output_dir out/sources/resnet50
     python scripts/pretrain.py --model vgg16 --learning_rate 1e-4 --output_dir out/sources/vgg16
 
-Meant for resnet50, densenet121, vgg16, vit_small_patch8_224, swin_tiny_patch4_window7_224 and convnext_tiny; any image
-classifier of timm that takes 64 pixels will do. The folder is a source for `scripts/reproduce.py`, and loads with
-`AutoModelForImageClassification.from_pretrained`. The last line printed is a record of the training, as JSON.
+The suites use resnet50, densenet121, vgg16, vit_small_patch8_224, swin_tiny_patch4_window7_224 and convnext_tiny; any
+timm classifier that takes 64 pixels works. The folder is a source for `scripts/reproduce.py` and loads with
+`AutoModelForImageClassification.from_pretrained`. The last line printed describes the training, as JSON.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TEST_SIZE = 5000
 
 
 def source_model(name: str) -> PreTrainedModel:
-    """Build a timm model for the source task's images, with nothing but random weights."""
-    # Models with positions are built for one size.
+    """Build a timm model with random weights for the source task's images."""
+    # Models with position embeddings are built for one size.
     defaults: Any = timm.get_pretrained_cfg(name)
     sized: dict[str, Any] = {"img_size": SIDE} if defaults.fixed_input_size else {}
     model = as_transformers(timm.create_model(name, num_classes=CLASSES, **sized))
@@ -40,14 +40,14 @@ def source_model(name: str) -> PreTrainedModel:
         "std": [STD] * 3,
         "crop_pct": 1.0,
     }
-    # The layout that convolutions are fastest in.
+    # The fastest layout for convolutions.
     return model.to(memory_format=torch.channels_last)
 
 
 def pretrain(options: argparse.Namespace) -> EntameTrainer:
     args = EntameTrainingArguments(
         str(options.output_dir),
-        # The head as it is: there are no features yet that it could spoil.
+        # There are no pretrained features yet.
         entame_method="keep",
         energy_logging_steps=0,
         seed=options.seed,
@@ -65,7 +65,7 @@ def pretrain(options: argparse.Namespace) -> EntameTrainer:
         report_to="none",
         disable_tqdm=True,
     )
-    # Sizes stay the same: cuDNN may try its kernels instead of guessing which is fast.
+    # Sizes stay the same, so cuDNN may time its kernels.
     torch.backends.cudnn.benchmark = True
     set_seed(options.seed)
     trainer = EntameTrainer(
@@ -83,18 +83,22 @@ def pretrain(options: argparse.Namespace) -> EntameTrainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="NAME", help="an architecture of timm")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder that the model is written to")
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=512)
-    parser.add_argument("--learning_rate", type=float, default=5e-4, help="the peak, of AdamW on a cosine schedule")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the fractals and the images")
+    parser.add_argument(
+        "--learning_rate", type=float, default=5e-4, help="peak learning rate of AdamW with a cosine schedule"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the fractals and the images")
     options = parser.parse_args()
     if not timm.is_model(options.model):
-        parser.error(f"--model {options.model} is no architecture of timm, such as resnet50; see timm.list_models().")
+        parser.error(
+            f"--model {options.model} is not a timm architecture. Give one of timm.list_models(), such as resnet50."
+        )
     if min(options.steps, options.batch) < 1:
-        parser.error("--steps and --batch must be 1 or more.")
+        parser.error(f"--steps {options.steps} and --batch {options.batch} must be 1 or more.")
     if (options.output_dir / "config.json").exists():
-        parser.error(f"--output_dir {options.output_dir} holds a model already. Remove it, or name another folder.")
+        parser.error(f"--output_dir {options.output_dir} holds a model already. Remove it, or give another folder.")
     trainer = pretrain(options)
     trained = next(line for line in reversed(trainer.state.log_history) if "train_runtime" in line)
     accuracy = trainer.evaluate()["eval_accuracy"]

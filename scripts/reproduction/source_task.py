@@ -1,4 +1,4 @@
-"""A source task without any download: glyphs of the fonts that matplotlib ships, and fractals."""
+"""A source task without any download: glyphs of matplotlib's fonts, and fractals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.functional import affine_grid, grid_sample, interpolate, max_pool2
 
 from entame_hf.data.batches import BatchDataset, to_device
 
-# No digits: they are what models are transferred to.
+# No digits, as target datasets have them.
 GLYPHS = "ABCDEFGHJKLMNPQRSTUVWXYZabdefghmnqrtΓΔΘΛΞΠΣΦΨΩ&?$@"
 FONTS = [
     *(f"DejaVuSans{style}" for style in ("", "-Bold", "-Oblique", "-BoldOblique")),
@@ -27,9 +27,9 @@ FONTS = [
 FRACTALS = 50
 CLASSES = len(GLYPHS) + FRACTALS
 SIDE = 64
-# Pixels of a shape as it is drawn, before it is warped.
+# Pixels of a shape before it is warped.
 _EXTENT = 48
-# Mean and standard deviation of the images, of each channel.
+# Mean and standard deviation of each channel.
 MEAN = STD = 0.5
 
 
@@ -53,14 +53,15 @@ def _draw(glyph: str, font: ImageFont.FreeTypeFont) -> Tensor:
 def fractal_shapes(seed: int) -> Tensor:
     """Draw attractors of random iterated function systems: (50, 16, 64, 64), uint8.
 
-    A class is a system of four affine maps; its variants differ by up to a tenth in each of their numbers.
+    A class is a system of four affine maps; its variants change each number by up to a tenth. Systems that fill less
+    than a fifth of the image are left out.
 
-    Source: [Pre-training without Natural Images](https://arxiv.org/abs/2101.08515), which keeps what fills a fifth.
+    Source: [Pre-training without Natural Images](https://arxiv.org/abs/2101.08515).
     """
     generator = torch.Generator().manual_seed(seed)
     candidates = 4 * FRACTALS
     maps = torch.rand(candidates, 4, 2, 3, generator=generator) * 2 - 1
-    # Singular values below 1: the points stay where they can be drawn.
+    # Singular values below 1 keep the points inside the image.
     maps[..., :2] *= 0.8 / torch.linalg.matrix_norm(maps[..., :2], 2)[..., None, None].clamp(min=0.8)
     filled = (_attractors(maps, generator) > 0).sum((1, 2)) / _EXTENT**2
     maps = maps[filled > 0.2][:FRACTALS]
@@ -69,7 +70,7 @@ def fractal_shapes(seed: int) -> Tensor:
 
 
 def _attractors(maps: Tensor, generator: torch.Generator, points: int = 256, steps: int = 60) -> Tensor:
-    """Follow points through maps drawn in proportion to their determinants, and count where they come."""
+    """Move points through maps, drawn in proportion to their determinants, and count the pixels they visit."""
     systems = torch.arange(len(maps))[:, None]
     shares = torch.linalg.det(maps[..., :2]).abs() + 0.01
     choices = torch.multinomial(shares, points * steps, replacement=True, generator=generator).unflatten(
@@ -91,18 +92,18 @@ def _attractors(maps: Tensor, generator: torch.Generator, points: int = 256, ste
 
 @cache
 def all_shapes(seed: int, device: torch.device) -> Tensor:
-    """Give the shapes of all classes on a device, made once: (classes, 16, 64, 64), uint8."""
+    """Return the shapes of all classes on a device: (classes, 16, 64, 64), uint8."""
     return torch.cat([glyph_shapes(), fractal_shapes(seed)]).to(device)
 
 
 class SourceTask(BatchDataset):
-    """Give images of glyphs and fractals, warped, coloured and noisy: no image is seen twice.
+    """A dataset of warped, coloured and noisy glyphs and fractals, which no epoch repeats.
 
     Args:
-        count (`int`): images an epoch; the classes take turns.
-        seed (`int`, *optional*, defaults to 0): decides the fractals and the images.
-        evaluation (`bool`, *optional*, defaults to `False`): whether the images are other ones than in training, and
-            the same each time.
+        count (`int`): The number of images in an epoch; the classes take turns.
+        seed (`int`, *optional*, defaults to 0): Decides the fractals and the images.
+        evaluation (`bool`, *optional*, defaults to `False`):
+            Whether the images differ from those of training and are the same in every epoch.
     """
 
     def __init__(self, count: int, seed: int = 0, evaluation: bool = False) -> None:
@@ -127,11 +128,11 @@ class SourceTask(BatchDataset):
 
 
 def render(shapes: Tensor, generator: torch.Generator) -> Tensor:
-    """Make images of shapes, in one batch on their device.
+    """Draw a batch of images of shapes.
 
     Args:
         shapes (`torch.Tensor`): (N, 64, 64), uint8.
-        generator (`torch.Generator`): of the shapes' device.
+        generator (`torch.Generator`): A generator on the shapes' device.
 
     Returns:
         `torch.Tensor`: (N, 3, 64, 64), normalised with [`MEAN`] and [`STD`].
@@ -142,17 +143,17 @@ def render(shapes: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(count, *size, generator=generator, device=device) * (high - low) + low
 
     def field(cells: int) -> Tensor:
-        """Smooth noise, about in [-1, 1]."""
+        """Return smooth noise in about [-1, 1]."""
         coarse = uniform(-1, 1, 3, cells, cells)
         return interpolate(coarse, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
 
     ink = shapes[:, None].float() / 255
-    # Pens of many widths.
+    # Strokes of many widths.
     thick, thin = max_pool2d(ink, 3, 1, 1), -max_pool2d(-ink, 3, 1, 1)
     width = uniform(-0.8, 1, 1, 1, 1)
     ink = ink + width.clamp(min=0) * (thick - ink) + (-width).clamp(min=0) * (thin - ink)
 
-    # Some images are plain, most are not: what learns nothing from the hardest begins with the others.
+    # From plain to hard, so that a model that learns nothing from the hardest can start with the others.
     hard = uniform(0, 1)
     angle, shear, across, down = hard * uniform(-0.3, 0.3, 4).T
     scale, stretch = 1 + hard * uniform(-0.3, 0.3), 1 + hard * uniform(-0.2, 0.2)
@@ -166,7 +167,7 @@ def render(shapes: Tensor, generator: torch.Generator) -> Tensor:
     ink = grid_sample(ink, grid, align_corners=False)
 
     ground = uniform(0, 1, 3, 1, 1)
-    # Never too near the ground's colour.
+    # Never close to the ground's colour.
     colour = (ground + uniform(0.3, 0.7, 3, 1, 1)) % 1
     grey, plain = uniform(0, 1, 2, 1, 1).split(1, dim=1)
     ground, colour = (torch.where(grey < 0.5, c[:, :1], c) for c in (ground, colour))
