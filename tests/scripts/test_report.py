@@ -210,7 +210,7 @@ def test_report_is_the_same_in_any_order(tmp_path):
 def test_report_draws_all_pictures_on_request(tmp_path):
     file = write(suite(["Net"], ["D"]), tmp_path / "rows.parquet")
     _, *pictures = write_report([file], tmp_path / "out", all_pictures=True)
-    assert [each.name for each in pictures] == ["overview.png", "accuracy_net.png", "feature_variance_net.png"]
+    assert [each.name for each in pictures] == ["overview.png", "accuracy_net.png", "feature-variance_net.png"]
 
 
 def test_report_of_other_methods_says_nothing_of_entame(tmp_path):
