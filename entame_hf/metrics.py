@@ -53,23 +53,109 @@ def classification_metric() -> Any:
 
 
 def metrics_of_predictions() -> Metrics:
-    """Build `compute_metrics` for a trainer whose logits were reduced by [`predicted_classes`]."""
+    """Build `compute_metrics` for a trainer: see [`classification_metric`].
+
+    It takes logits, what [`predicted_classes`] made of them, or class indices. Labels of -100 are left out.
+
+    Example:
+
+    ```python
+    >>> from entame_hf import EntameTrainer
+    >>> from entame_hf.metrics import metrics_of_predictions
+
+    >>> EntameTrainer(model, args, compute_metrics=metrics_of_predictions())  # doctest: +SKIP
+    ```
+    """
     metric = classification_metric()
 
     def compute(prediction: EvalPrediction) -> dict[str, float]:
+        classes, _ = classes_and_confidence(prediction.predictions)
         counted = prediction.label_ids != IGNORED_LABEL
-        return metric.compute(predictions=prediction.predictions[counted], references=prediction.label_ids[counted])
+        return metric.compute(predictions=classes[counted], references=prediction.label_ids[counted])
 
     return compute
 
 
-def predicted_classes(logits: Any, labels: Any) -> Any:
-    """Reduce logits to class indices, for `preprocess_logits_for_metrics`: evaluation keeps one number an example."""
+def predicted_classes(logits: Any, labels: Any) -> tuple[Any, Any]:
+    """Reduce logits to classes and their probabilities, for `preprocess_logits_for_metrics`.
+
+    Evaluation then keeps two numbers an example instead of C.
+
+    Args:
+        logits (`torch.Tensor` of shape `(N, C)`, or a tuple that begins with it): the model's output.
+        labels: not used.
+
+    Returns:
+        `tuple`: N class indices, and the N probabilities of these classes.
+    """
     logits = logits[0] if isinstance(logits, tuple) else logits
-    return logits.argmax(dim=-1)
+    confidence, classes = logits.float().softmax(dim=-1).max(dim=-1)
+    return classes, confidence
 
 
-# What cross-entropy leaves out, in torch and so in transformers.
+def classes_and_confidence(predictions: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """Get class indices and, where they are known, their probabilities from the predictions of an evaluation.
+
+    Args:
+        predictions (`numpy.ndarray` or `tuple`): see [`metrics_of_predictions`].
+
+    Returns:
+        `tuple`: N class indices; N probabilities, or None.
+    """
+    first, *others = predictions if isinstance(predictions, tuple) else (predictions,)
+    first = np.asarray(first)
+    if first.ndim == 2:
+        # The largest term of a softmax.
+        return first.argmax(axis=-1), 1 / np.exp(first - first.max(axis=-1, keepdims=True)).sum(axis=-1)
+    confidence = np.asarray(others[0]) if others else None
+    return first, confidence if confidence is not None and confidence.shape == first.shape else None
+
+
+class ConfidentErrors(NamedTuple):
+    """Hold the errors that a model is most confident of, the most confident first.
+
+    Args:
+        indices (`numpy.ndarray` of shape `(k,)`): rows of the dataset that was evaluated.
+        predicted, true (`numpy.ndarray` of shape `(k,)`): class indices.
+        confidence (`numpy.ndarray` of shape `(k,)`): probabilities of the predicted classes.
+    """
+
+    indices: np.ndarray
+    predicted: np.ndarray
+    true: np.ndarray
+    confidence: np.ndarray
+
+
+def confident_errors(predictions: Any, labels: np.ndarray, count: int = 16) -> ConfidentErrors | None:
+    """Find the errors that a model is most confident of: wrong labels are among them.
+
+    Args:
+        predictions (`numpy.ndarray` of shape `(N, C)` or `tuple`): logits, or what [`predicted_classes`] made of them.
+        labels (`numpy.ndarray` of shape `(N,)`): class indices; negative ones are left out.
+        count (`int`, *optional*, defaults to 16): the number of errors at most.
+
+    Returns:
+        [`ConfidentErrors`] or `None`: None where the probabilities are not known.
+
+    Example:
+
+    ```python
+    >>> import numpy as np
+    >>> from entame_hf.metrics import confident_errors
+
+    >>> confident_errors(np.array([[4.0, 0.0], [0.0, 9.0], [0.0, 1.0]]), np.array([1, 0, 1])).indices
+    array([1, 0])
+    ```
+    """
+    classes, confidence = classes_and_confidence(predictions)
+    if confidence is None:
+        return None
+    wrong = np.flatnonzero((classes != labels) & (labels >= 0) & np.isfinite(confidence))
+    indices = wrong[np.argsort(-confidence[wrong], kind="stable")[:count]]
+    return ConfidentErrors(indices, classes[indices], labels[indices], confidence[indices])
+
+
+# Cross-entropy leaves this label out, in torch and in transformers.
 IGNORED_LABEL = -100
 
 PREFIX = "eval_"
@@ -106,11 +192,13 @@ class Evaluation(NamedTuple):
         step (`int`, *optional*): the optimizer step of the weights.
         confusion (`numpy.ndarray` of shape `(M, M)`, *optional*):
             Counts of examples, true classes by predicted ones, up to the last class that was seen: M ≤ C.
+        errors ([`ConfidentErrors`], *optional*): where probabilities were evaluated.
     """
 
     metrics: dict[str, float]
     step: int | None = None
     confusion: np.ndarray | None = None
+    errors: ConfidentErrors | None = None
 
 
 class ClassScores(NamedTuple):

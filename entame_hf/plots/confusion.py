@@ -9,12 +9,10 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from .fonts import writable
+from .fonts import shorten, writable
 
 # More classes have no room for a count in every cell, and still more none for their names.
 MOST_COUNTS, MOST_NAMES = 20, 50
-
-LONGEST_NAME = 24
 
 
 def confusion_matrix_figure(
@@ -43,7 +41,7 @@ def confusion_matrix_figure(
     axes.set(title=title, xlabel="predicted class", ylabel="true class")
     size = 9 if classes <= MOST_COUNTS else 7
     if classes <= MOST_NAMES:
-        families, names = writable([_shorten(name) for name in class_names])
+        families, names = writable([shorten(name) for name in class_names])
         axes.set_xticks(range(classes), names, rotation=45, ha="right", rotation_mode="anchor")
         axes.set_yticks(range(classes), names)
         for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
@@ -60,10 +58,3 @@ def confusion_matrix_figure(
     bar = figure.colorbar(image, ax=axes, shrink=0.8, label="share of the true class")
     bar.ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return figure
-
-
-def _shorten(name: str) -> str:
-    name = " ".join(str(name).split())
-    half = LONGEST_NAME // 2
-    # Names often differ at their ends.
-    return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half + 1 :]}"

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..metrics import evaluation_metrics
-from .drawing import Series, Styles, axes_for, draw_groups, finished, free_place, in_percent
+from .drawing import COLOURS, Series, Styles, axes_for, draw_groups, finished, free_place, in_percent
 
 # One line of `trainer.state.log_history` after the other.
 History = Sequence[Mapping[str, Any]]
@@ -93,32 +93,74 @@ def accuracy_curves(
     return finished(axes, ax)
 
 
-def noise_share_curves(
+def noise_energy(history: History) -> Series:
+    """Get the energy of the noise in the error, where a run measured it.
+
+    The error of the estimates ŷ splits into two orthogonal parts, ŷ − y = (ŷ − t·y) + (t − 1)·y. With
+    t = E[ŷyᵀ] / E[yyᵀ], the first part is noise: the labels y explain nothing of it. Its energy
+    E‖ŷ − t·y‖² = E[ŷŷᵀ] − E[ŷyᵀ]² / E[yyᵀ] is at most the error's, and vanishes with it.
+
+    Args:
+        history (sequence of `dict`): see [`series`]; `energy/estimates`, `energy/alignment` and `energy/labels` are
+            read.
+
+    Returns:
+        The steps, and the energies at them.
+    """
+    parts = [
+        dict(zip(*series(history, f"energy/{name}"), strict=True)) for name in ("estimates", "alignment", "labels")
+    ]
+    steps = [step for step in parts[0] if all(step in part for part in parts)]
+    energies = [[part[step] for part in parts] for step in steps]
+    return steps, [max(estimates - alignment**2 / labels, 0.0) for estimates, alignment, labels in energies]
+
+
+def noise_energy_curves(
     runs: Mapping[str, Sequence[Series]],
     *,
-    classes: int,
     title: str = "Noise in the error",
     styles: Styles | None = None,
     ax: Axes | None = None,
 ) -> Figure | None:
-    """Draw the noise share of the error over steps, and where a head that knows nothing and says so has it.
+    """Draw how much noise several methods send into their features, with the spread over seeds.
 
     Args:
-        runs (`dict` of lists): for each method, one (steps, noise shares) a seed; of `"energy/noise_share"`.
-        classes (`int`): C; the line is at 1/(C − 1).
+        runs (`dict` of lists): for each method, one (steps, energies) a seed; see [`noise_energy`].
         title, styles, ax (*optional*): see [`accuracy_curves`].
 
     Returns:
-        `matplotlib.figure.Figure` or `None`: fewer than two steps were logged. The axis ends at 1: later in a
-        training, when the error nearly vanishes, the estimates have more energy than the error.
+        `matplotlib.figure.Figure` or `None`: fewer than two steps were logged.
     """
-    axes = axes_for(ax, title, "noise share of the error")
+    axes = axes_for(ax, title, "energy of the noise")
     if len(draw_groups(axes, runs, styles)) < 2:
         return None
-    axes.axhline(1 / (classes - 1), color="0.4", linewidth=1, label=f"1/(C − 1) = {1 / (classes - 1):.1%}")
-    axes.set_ylim(0, min(axes.get_ylim()[1], 1))
-    in_percent(axes)
+    axes.set_ylim(bottom=0)
     return finished(axes, ax)
+
+
+def error_energy_figure(history: History) -> Figure | None:
+    """Draw the energy of one run's error over steps, split into noise and signal.
+
+    Args:
+        history (sequence of `dict`): see [`noise_energy`]; `energy/total` is read too.
+
+    Returns:
+        `matplotlib.figure.Figure` or `None`: fewer than two steps were logged.
+    """
+    noise, total = (dict(zip(*run, strict=True)) for run in (noise_energy(history), series(history, "energy/total")))
+    steps = sorted(noise.keys() & total.keys())
+    if len(steps) < 2:
+        return None
+    axes = axes_for(None, "Energy of the error", "energy, E‖ŷ − y‖²")
+    parts = [[noise[step] for step in steps], [max(total[step] - noise[step], 0.0) for step in steps]]
+    labels = ("noise, which the labels do not explain", "signal, which the head has yet to learn")
+    axes.stackplot(steps, parts, labels=labels, colors=(COLOURS[1], COLOURS[5]), alpha=0.8)
+    axes.set(xlim=(steps[0], steps[-1]))
+    axes.set_ylim(bottom=0)
+    if steps[-1] >= 50 * max(steps[0], 1):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+    return finished(axes, None)
 
 
 def feature_variance_curves(

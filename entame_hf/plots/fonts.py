@@ -37,6 +37,12 @@ def writable(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return families, [f"class {i}" if missing & set(name) else name for i, name in enumerate(names)]
 
 
+def shorten(name: str, longest: int = 24) -> str:
+    """Write a name in one line of so many characters: its start and its end, which tells similar names apart."""
+    name, half = " ".join(str(name).split()), longest // 2
+    return name if len(name) <= longest else f"{name[:half]}…{name[-half + 1 :]}"
+
+
 @cache
 def _characters(file: str) -> set[str]:
     try:

@@ -56,9 +56,9 @@ def write_card(trainer: Any, *args: Any, **options: Any) -> None:
     # Imported here: matplotlib takes long to import, and most processes never draw.
     from ..plots import (
         confusion_matrix_figure,
+        error_energy_figure,
         feature_variance_curves,
         learning_curves,
-        noise_share_curves,
         save_figures,
         series,
     )
@@ -67,12 +67,12 @@ def write_card(trainer: Any, *args: Any, **options: Any) -> None:
     folder = Path(trainer.args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     method = facts.adaptation["method"] if facts.adaptation else ""
-    noise, variance = series(history, "energy/noise_share"), series(history, "energy/feature_var")
+    variance = series(history, "energy/feature_var")
     confusion = facts.evaluation.confusion
     figures = {
         "confusion_matrix": None if confusion is None else confusion_matrix_figure(confusion, facts.class_names),
         "learning_curves": learning_curves(history),
-        "noise_share": noise_share_curves({method: [noise]}, classes=len(facts.class_names)),
+        "error_energy": error_energy_figure(history),
         "feature_variance": feature_variance_curves({method: [variance]}),
     }
     write_model_card(folder, replace(facts, pictures=save_figures(figures, folder)))

@@ -204,7 +204,8 @@ def _scratch() -> TemporaryDirectory:
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    return {"accuracy": round(float(np.mean(prediction.predictions == prediction.label_ids)), 6)}
+    classes, _ = prediction.predictions
+    return {"accuracy": round(float(np.mean(classes == prediction.label_ids)), 6)}
 
 
 def _energies(log: list[dict[str, Any]]) -> dict[str, list[Any]]:
