@@ -177,7 +177,7 @@ def evaluation_metrics(entry: Mapping[str, Any]) -> dict[str, float]:
     numbers = {}
     for key, value in entry.items():
         # A scalar of numpy or torch is neither JSON nor YAML.
-        value = value.item() if getattr(value, "size", None) == 1 else value
+        value = value.item() if getattr(value, "ndim", None) == 0 else value
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and key.startswith(PREFIX) and not key.endswith(_OF_THE_MACHINE):
             numbers[key.removeprefix(PREFIX)] = value

@@ -4,7 +4,13 @@ import torch
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from transformers import EvalPrediction
 
-from entame_hf.metrics import class_scores, classification_metric, metrics_of_predictions, predicted_classes
+from entame_hf.metrics import (
+    class_scores,
+    classification_metric,
+    confident_errors,
+    metrics_of_predictions,
+    predicted_classes,
+)
 
 
 def test_against_the_definitions():
@@ -16,19 +22,38 @@ def test_against_the_definitions():
     assert result["f1_macro"] == pytest.approx((0.5 + 0.8 + 0) / 3)
 
 
-def test_in_a_trainers_place():
-    logits = torch.tensor([[0.1, 0.9], [2.0, -1.0]])
-    labels = np.array([1, 1])
-    for given in (logits, (logits, None)):
-        classes = predicted_classes(given, None)
-        assert classes.tolist() == [1, 0]
-        prediction = EvalPrediction(predictions=classes.numpy(), label_ids=labels)
-        assert metrics_of_predictions()(prediction)["accuracy"] == 0.5
+LOGITS = np.array([[0.1, 0.9], [2.0, -1.0], [0.0, 3.0]])
 
 
-def test_ignored_labels_are_not_counted():
-    prediction = EvalPrediction(predictions=np.array([0, 1, 1]), label_ids=np.array([0, -100, 0]))
+@pytest.mark.parametrize("form", ["logits", "reduced", "classes"])
+def test_metrics_of_every_form_of_predictions(form):
+    reduced = tuple(values.numpy() for values in predicted_classes(torch.tensor(LOGITS), None))
+    predictions = {"logits": LOGITS, "reduced": reduced, "classes": LOGITS.argmax(-1)}[form]
+    prediction = EvalPrediction(predictions=predictions, label_ids=np.array([1, -100, 0]))
     assert metrics_of_predictions()(prediction)["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("more", [(), (None,), (torch.ones(3, 5),)], ids=["alone", "none", "features"])
+def test_logits_that_come_with_other_outputs(more):
+    logits = torch.tensor(LOGITS)
+    classes, confidence = predicted_classes((logits, *more) if more else logits, None)
+    assert classes.tolist() == [1, 0, 1]
+    torch.testing.assert_close(confidence, logits.float().softmax(-1).amax(-1))
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["logits", "reduced"])
+def test_confident_errors_are_sorted_and_have_labels(reduced):
+    logits = np.array([[9.0, 0.0], [0.0, 1.0], [0.0, 5.0], [7.0, 0.0], [0.0, 8.0], [1e3, -1e3]], dtype=np.float32)
+    labels = np.array([0, 0, 0, 1, -100, 1])
+    predictions = logits
+    if reduced:
+        predictions = tuple(values.numpy() for values in predicted_classes(torch.tensor(logits), None))
+    errors = confident_errors(predictions, labels, count=3)
+    assert errors.indices.tolist() == [5, 3, 2]
+    assert errors.predicted.tolist() == [0, 0, 1]
+    assert errors.true.tolist() == [1, 1, 0]
+    np.testing.assert_allclose(errors.confidence, 1 / (1 + np.exp([-2e3, -7, -5])), rtol=1e-6)
+    assert confident_errors(logits.argmax(-1), labels) is None
 
 
 def test_scores_of_classes_are_scikit_learns():

@@ -55,10 +55,7 @@ def _web_link(link: object, repository: str | None) -> str | None:
         return None
     # A browser drops control characters: "java\nscript:" is a scheme too.
     link = quote(plain(link), safe="/:?#@!$&'*+,;=%~")
-    try:
-        parts = urlsplit(link)
-    except ValueError:
-        return None
+    parts = urlsplit(link)
     if parts.scheme in ("http", "https") and parts.netloc:
         return link
     is_file = repository and not parts.scheme and not parts.netloc

@@ -13,7 +13,7 @@ from .curves import (
     series,
 )
 from .drawing import COLOURS, DASHES, Series, Styles, draw_groups
-from .images import batch_figure, wrong_images_figure
+from .images import batch_figure, save_image, wrong_images_figure
 
 __all__ = [
     "COLOURS",
@@ -31,6 +31,7 @@ __all__ = [
     "noise_energy",
     "noise_energy_curves",
     "save_figures",
+    "save_image",
     "series",
     "wrong_images_figure",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ..metrics import evaluation_metrics
 from .drawing import COLOURS, Series, Styles, axes_for, draw_groups, finished, free_place, in_percent
@@ -156,6 +157,7 @@ def error_energy_figure(history: History) -> Figure | None:
     labels = ("noise, which the labels do not explain", "signal, which the head has yet to learn")
     axes.stackplot(steps, parts, labels=labels, colors=(COLOURS[1], COLOURS[5]), alpha=0.8)
     axes.set(xlim=(steps[0], steps[-1]))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=0)
     if steps[-1] >= 50 * max(steps[0], 1):
         axes.set_xscale("log")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image
 
 from .fonts import shorten, writable
+
+Images = Sequence[np.ndarray] | np.ndarray
 
 # Rows and columns of a picture hold so many images at most.
 MOST_IMAGES, COLUMNS = 32, 8
@@ -16,7 +20,7 @@ LONGEST_NAME = 16
 
 
 def batch_figure(
-    images: np.ndarray, labels: np.ndarray, class_names: Sequence[str], *, title: str = "Augmented training images"
+    images: Images, labels: np.ndarray, class_names: Sequence[str], *, title: str = "Augmented training images"
 ) -> Figure | None:
     """Draw a training batch as the model sees it, with its labels.
 
@@ -53,7 +57,7 @@ def batch_figure(
 
 
 def wrong_images_figure(
-    images: np.ndarray,
+    images: Images,
     predicted: Sequence[int],
     true: Sequence[int],
     confidence: Sequence[float],
@@ -81,20 +85,32 @@ def wrong_images_figure(
     return _grid(images, captions[:MOST_IMAGES], families, title)
 
 
-def _grid(images: np.ndarray, captions: list[str], families: list[str], title: str) -> Figure | None:
+def _grid(
+    images: Sequence[np.ndarray] | np.ndarray, captions: list[str], families: list[str], title: str
+) -> Figure | None:
     if not captions:
         return None
     columns = min(len(captions), COLUMNS)
     rows = -(-len(captions) // columns)
     figure = Figure(figsize=(max(1.4 * columns, 3), 1.85 * rows + 0.4), dpi=150, layout="constrained")
     figure.suptitle(title)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in panels:
         axes.axis("off")
     for axes, image, caption in zip(panels, images, captions, strict=False):
         axes.imshow(_displayable(image), cmap="gray", vmin=0, vmax=1)
         axes.set_title(caption, fontsize=7, family=families, parse_math=False)
     return figure
+
+
+def save_image(image: np.ndarray, file: str | Path) -> None:
+    """Write an image as the model reads it to a PNG file.
+
+    Args:
+        image (`numpy.ndarray` of shape `(C, H, W)` or `(H, W, C)`): see [`batch_figure`].
+        file (`str` or `Path`): the folder must exist.
+    """
+    Image.fromarray((_displayable(image) * 255).round().astype(np.uint8)).save(file)
 
 
 def _displayable(image: np.ndarray) -> np.ndarray:

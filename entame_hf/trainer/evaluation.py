@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..metrics import IGNORED_LABEL, Evaluation, evaluation_metrics
+from ..metrics import IGNORED_LABEL, Evaluation, classes_and_confidence, confident_errors, evaluation_metrics
 
 
 class EvaluationSums:
@@ -123,40 +123,40 @@ MOST_CLASSES = 2000
 
 
 class Evaluations(TrainerCallback):
-    """Remember what a model confused when it was evaluated, and whether its weights are the best checkpoint's.
+    """Remember which classes a model confuses, and whether its weights are the best checkpoint's.
 
     Two matrices of C×C counts are kept at most: the last evaluation's and the best one's. Above 2,000 classes there
     are none.
     """
 
     def __init__(self) -> None:
-        self._confusions: dict[int, np.ndarray] = {}
+        self._observed: dict[int, dict[str, Any]] = {}
         self._loaded_step: int | None = None
 
     def observe(self, output: EvalLoopOutput, state: TrainerState) -> None:
-        """Count what the model confused, where an evaluation kept its predictions.
+        """Count the predictions of an evaluation by class, and find the errors that the model is most confident of.
 
         Args:
-            output (`EvalLoopOutput`): with a row of logits or a predicted class for every example; others are passed.
+            output (`EvalLoopOutput`): with class indices as labels, and predictions that [`classes_and_confidence`]
+                reads; others are passed.
             state (`TrainerState`): says at which step, and which evaluation was the best until now.
         """
         now = state.global_step
-        self._confusions = {s: m for s, m in self._confusions.items() if s == state.best_global_step != now}
+        self._observed = {step: seen for step, seen in self._observed.items() if step == state.best_global_step != now}
         predictions, labels = output.predictions, output.label_ids
-        if isinstance(predictions, tuple) and predictions:
-            predictions = predictions[0]
-        if not isinstance(predictions, np.ndarray) or not isinstance(labels, np.ndarray):
+        first = predictions[0] if isinstance(predictions, tuple) and predictions else predictions
+        if not isinstance(first, np.ndarray) or not isinstance(labels, np.ndarray):
             return
-        if predictions.ndim == 2:
-            predictions = predictions.argmax(axis=-1)
-        if labels.ndim != 1 or predictions.shape != labels.shape or labels.dtype.kind + predictions.dtype.kind != "ii":
+        predicted, _ = classes_and_confidence(predictions)
+        if labels.ndim != 1 or predicted.shape != labels.shape or labels.dtype.kind + predicted.dtype.kind != "ii":
             return
+        self._observed[now] = {"errors": confident_errors(predictions, labels)}
         counted = labels >= 0
-        labels, predictions = labels[counted].astype(np.int64), predictions[counted].astype(np.int64)
-        classes = 1 + max(labels.max(initial=-1), predictions.max(initial=-1))
+        labels, predicted = labels[counted].astype(np.int64), predicted[counted].astype(np.int64)
+        classes = 1 + max(labels.max(initial=-1), predicted.max(initial=-1))
         if 0 < classes <= MOST_CLASSES:
-            cells = np.bincount(labels * classes + predictions, minlength=classes**2)
-            self._confusions[now] = cells.reshape(classes, classes)
+            cells = np.bincount(labels * classes + predicted, minlength=classes**2)
+            self._observed[now]["confusion"] = cells.reshape(classes, classes)
 
     # After the best checkpoint was loaded, unless somebody had removed it.
     def on_train_end(
@@ -182,9 +182,9 @@ class Evaluations(TrainerCallback):
         before = [entry for entry in history if evaluation_metrics(entry) and best in (None, entry["step"])]
         chosen = since or before
         if not chosen:
-            return Evaluation({}, best, None)
+            return Evaluation({}, best)
         step = int(chosen[-1]["step"])
         # Several evaluation sets have an entry each.
         entries = [evaluation_metrics(entry) for entry in chosen if entry["step"] == step]
         metrics = {name: value for entry in entries for name, value in entry.items()}
-        return Evaluation(metrics, step if best is None else best, self._confusions.get(step))
+        return Evaluation(metrics, step if best is None else best, **self._observed.get(step, {}))

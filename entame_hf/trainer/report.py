@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel
 from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer_utils import has_length
@@ -23,6 +24,9 @@ from ..model_card import CardFacts, is_hub_id, license_of, write_model_card
 from ..patch import class_names, describe_adaptation
 
 logger = logging.get_logger(__name__)
+
+# Images for the Hub's widget.
+EXAMPLES = 3
 
 # Arguments that the card tells beside those that Trainer's card tells.
 HYPERPARAMETERS = (
@@ -41,41 +45,63 @@ def try_to_write_card(trainer: Any, *args: Any, **options: Any) -> None:
         logger.warning(f"The model card was not written: {error} ({type(error).__name__}).")
 
 
-def write_card(trainer: Any, *args: Any, **options: Any) -> None:
+def write_card(trainer: Any, *args: Any, images: bool = True, **options: Any) -> None:
     """Write README.md and its pictures into a trainer's output folder.
 
     A README.md that is there keeps what people wrote into it, see [`write_model_card`].
 
     Args:
         trainer ([`EntameTrainer`]): trained or not.
+        images (`bool`, *optional*, defaults to `True`):
+            Whether the card shows images of the datasets: a training batch where the folder holds it as batch.png,
+            the most confidently wrong images, and examples for the Hub's widget. A push publishes them.
         args, options: see [`card_facts`].
 
     Raises:
         InputError: the metadata of the README.md that is there cannot be read; the file is left as it is.
     """
     # Imported here: matplotlib takes long to import, and most processes never draw.
-    from ..plots import (
-        confusion_matrix_figure,
-        error_energy_figure,
-        feature_variance_curves,
-        learning_curves,
-        save_figures,
-        series,
-    )
+    from .. import plots
 
     facts, history = card_facts(trainer, *args, **options), trainer.state.log_history
-    folder = Path(trainer.args.output_dir)
+    folder, names = Path(trainer.args.output_dir), facts.class_names
     folder.mkdir(parents=True, exist_ok=True)
     method = facts.adaptation["method"] if facts.adaptation else ""
-    variance = series(history, "energy/feature_var")
-    confusion = facts.evaluation.confusion
+    confusion, errors = facts.evaluation.confusion, facts.evaluation.errors
     figures = {
-        "confusion_matrix": None if confusion is None else confusion_matrix_figure(confusion, facts.class_names),
-        "learning_curves": learning_curves(history),
-        "error_energy": error_energy_figure(history),
-        "feature_variance": feature_variance_curves({method: [variance]}),
+        "confusion_matrix": None if confusion is None else plots.confusion_matrix_figure(confusion, names),
+        "learning_curves": plots.learning_curves(history),
+        "error_energy": plots.error_energy_figure(history),
+        "feature_variance": plots.feature_variance_curves({method: [plots.series(history, "energy/feature_var")]}),
     }
-    write_model_card(folder, replace(facts, pictures=save_figures(figures, folder)))
+    examples = {}
+    if images:
+        wrong = [] if errors is None else _evaluated_images(trainer, errors.indices)
+        # `evaluate` may have been given another dataset than the trainer's own.
+        if errors is not None and [label for _, label in wrong] == errors.true.tolist():
+            figures["wrong_images"] = plots.wrong_images_figure([image for image, _ in wrong], *errors[1:], names)
+        count = len(trainer.eval_dataset) if has_length(trainer.eval_dataset) else 0
+        for image, label in _evaluated_images(trainer, range(0, count, -(-count // EXAMPLES) or 1)):
+            file = f"example_{len(examples) + 1}.png"
+            plots.save_image(image, folder / file)
+            examples[file] = names[label]
+    pictures = plots.save_figures(figures, folder)
+    if images and (folder / "batch.png").is_file():
+        pictures.append("batch.png")
+    write_model_card(folder, replace(facts, pictures=pictures, examples=examples))
+
+
+def _evaluated_images(trainer: Any, indices: Any) -> list[tuple[Any, int]]:
+    """Get evaluation images as the model reads them, with their labels; empty if the dataset has no such items."""
+    dataset = trainer.eval_dataset
+    if dataset is None or isinstance(dataset, IterableDataset | dict):
+        return []
+    try:
+        items = [dataset[int(index)] for index in indices]
+        return [(np.asarray(item[trainer.model.main_input_name]), int(item["labels"])) for item in items]
+    # A dataset whose collator makes images and labels of its items.
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return []
 
 
 def card_facts(
@@ -225,9 +251,10 @@ def _optimizer(optimizer: Any) -> str:
     # accelerate and DeepSpeed wrap it.
     while getattr(optimizer, "optimizer", None) is not None:
         optimizer = optimizer.optimizer
+    # Trainer leaves the biases' group without weight decay.
+    values = max(optimizer.param_groups, key=lambda group: group.get("weight_decay", 0))
     shown = ("betas", "momentum", "nesterov", "eps", "weight_decay")
-    values = {name: value for name, value in optimizer.defaults.items() if name in shown}
-    return ", ".join([type(optimizer).__name__, *(f"{name} {value}" for name, value in values.items())])
+    return ", ".join([type(optimizer).__name__, *(f"{name} {values[name]}" for name in shown if name in values)])
 
 
 def _as_list(value: str | Iterable[str] | None) -> list[str]:

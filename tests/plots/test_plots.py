@@ -2,17 +2,23 @@
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
+from entame_hf import error_energy
 from entame_hf.plots import (
     accuracy_curves,
+    batch_figure,
     confusion_matrix_figure,
+    error_energy_figure,
     feature_variance_curves,
     learning_curves,
-    noise_share_curves,
+    noise_energy,
+    noise_energy_curves,
     save_figures,
     series,
+    wrong_images_figure,
 )
 
 STEPS = [1, 2, 3, 10, 20, 30]
@@ -50,9 +56,41 @@ def test_the_inset_shows_the_first_steps_where_there_are_others(steps, insets):
         assert [x for x, _ in lines(inset)["base"]] == [1, 2, 3, 10]
 
 
-def test_noise_share_is_compared_with_a_head_that_knows_nothing():
-    axes = noise_share_curves({"base": [([1, 2], [0.5, 0.4])]}, classes=11).axes[0]
-    assert {y for _, y in lines(axes)["1/(C − 1) = 10.0%"]} == {0.1}
+def energies(step, logits, labels):
+    """What the trainer logs of the error at a step."""
+    energy = error_energy(torch.as_tensor(logits), torch.as_tensor(labels))
+    return {"step": step, **{f"energy/{name}": float(value) for name, value in energy._asdict().items()}}
+
+
+def test_noise_is_what_the_labels_do_not_explain():
+    logits, labels = torch.randn(64, 5, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 5
+    estimates, targets = logits.softmax(-1), torch.eye(5)[labels]
+    alignment = (estimates * targets).sum(-1).mean()
+    residual = (estimates - alignment * targets).square().sum(-1).mean()
+    steps, values = noise_energy([energies(1, logits, labels)])
+    assert steps == [1]
+    assert values[0] == pytest.approx(float(residual), rel=1e-5)
+
+
+def test_noise_vanishes_with_the_error_and_is_never_more():
+    labels = torch.arange(40) % 4
+    history = [energies(step, torch.eye(4)[labels] * scale, labels) for step, scale in enumerate([0, 1, 5, 50], 1)]
+    _, noise = noise_energy(history)
+    totals = [entry["energy/total"] for entry in history]
+    # A head at maximum entropy: 1/C − 1/C².
+    assert noise[0] == pytest.approx(1 / 4 - 1 / 16)
+    assert all(0 <= value <= total + 1e-6 for value, total in zip(noise, totals, strict=True))
+    assert noise[-1] == pytest.approx(0, abs=1e-6)
+    axes = error_energy_figure(history).axes[0]
+    assert axes.get_ylim()[0] == 0
+    assert axes.get_ylim()[1] < 1
+    top = axes.collections[1].get_paths()[0].vertices[:, 1].max()
+    assert top == pytest.approx(max(totals))
+
+
+def test_noise_of_methods_is_drawn_with_its_spread():
+    axes = noise_energy_curves({"base": [([1, 2], [0.5, 0.4])], "mei": [([1, 2], [0.1, 0.1])]}).axes[0]
+    assert lines(axes)["base"] == [[1, 0.5], [2, 0.4]]
 
 
 @pytest.mark.parametrize(("last", "scale"), [(2.0, "linear"), (30.0, "log")])
@@ -72,11 +110,14 @@ def test_learning_curves_leave_out_what_is_no_share():
 
 
 def test_what_was_not_logged_has_no_picture(tmp_path):
-    assert noise_share_curves({"base": [([1], [0.5])]}, classes=10) is None
+    assert noise_energy_curves({"base": [([1], [0.5])]}) is None
     nothing = {"base": [series([{"loss": 1.0, "step": 1}], "energy/noise_share")]}
     figures = {
         "accuracy": accuracy_curves(nothing),
-        "noise_share": noise_share_curves(nothing, classes=10),
+        "noise": noise_energy_curves(nothing),
+        "error_energy": error_energy_figure([{"loss": 1.0, "step": 1}]),
+        "batch": batch_figure(np.zeros((0, 3, 4, 4)), np.zeros(0, dtype=int), ["a"]),
+        "wrong_images": wrong_images_figure([], [], [], [], ["a"]),
         "feature_variance": feature_variance_curves({}),
         "learning_curves": learning_curves([]),
         "confusion_matrix": confusion_matrix_figure(np.zeros((3, 3), dtype=int), ["a", "b", "c"]),
