@@ -9,7 +9,7 @@ from typing import Any
 from ..metrics import Evaluation
 
 # The other methods are its peers.
-METHODS_OF_ENTAME = ("entame", "mei", "fn")
+METHODS_OF_ENTAME = ("entame", "mei", "fn", "informed")
 
 
 @dataclass(frozen=True)
