@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -23,24 +22,21 @@ from .images import UnreadableImageError
 from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
 from .skipped import SkippedImage
-from .unreadable import MAX_UNREADABLE_FRACTION, UnreadableDataError, too_many
+from .unreadable import UnreadableDataError, check_unreadable, summarise
 from .workers import threads
 
 logger = logging.getLogger(__name__)
 
-# Before so many images were read, a fraction of them says little.
-_ENOUGH = 2000
-
-# So many images of a class are lost before most of it counts as lost.
-_ENOUGH_OF_CLASS = 5
+# A stream, and a class of it, count as so many images until more were read.
+_LEAST, _LEAST_OF_CLASS = 2000, 10
 
 
 class StreamingDataset(BatchDataset, IterableDataset):
-    """Give the images of a `datasets.IterableDataset` as a model's input, and keep none of them.
+    """Give the images of a `datasets.IterableDataset` as a model's input, and cache none of them.
 
-    Batches are decoded by threads, or on the GPU, while the training works on the one before. An image that can't be
-    read is named and counted, and the next of its batch that can be stands in for it. A training on streams needs
-    `max_steps`: their length is not known.
+    Threads or the GPU decode a batch while the model trains on the one before. An unreadable image is named and
+    counted, and the next readable one of its batch stands in for it. Training needs `max_steps`: the length of a
+    stream is not known.
 
     Args:
         dataset (`datasets.IterableDataset`): The rows, such as `load_dataset(..., streaming=True)` gives.
@@ -50,14 +46,14 @@ class StreamingDataset(BatchDataset, IterableDataset):
         augmentation ([`Augmentation`], *optional*): What is done to images in training.
         num_classes (`int`, *optional*): The number of classes, by default what the label column's `ClassLabel` says.
         name (`str`, *optional*, defaults to `"train"`): What messages call this dataset.
-        evaluation (`bool`, *optional*, defaults to `False`): Whether rows come in their order, and stand-ins are
-            labelled -100, which the loss and the metrics leave out.
-        buffer_size (`int`, *optional*, defaults to 1,000): From so many undecoded rows the next is drawn in training.
-        seed (`int`, *optional*, defaults to 42): Decides the draws.
+        evaluation (`bool`, *optional*, defaults to `False`): Whether rows keep their order, and stand-ins are labelled
+            -100, which the loss and the metrics ignore.
+        buffer_size (`int`, *optional*, defaults to 1,000): Undecoded rows in the buffer that shuffles.
+        seed (`int`, *optional*, defaults to 42): Decides the order.
 
     Raises:
-        InputError: If `num_classes` is missing; from a batch's access, once more than 1 % of the images, and more
-            than 20, could not be read.
+        InputError: If `num_classes` is missing; when batches are read, if more than 1 % of the images, and more than
+            20, or most of a class, and more than 5, are unreadable.
 
     Example:
 
@@ -81,7 +77,7 @@ class StreamingDataset(BatchDataset, IterableDataset):
         buffer_size: int = 1000,
         seed: int = 42,
     ):
-        # Those of a generator or of WebDataset's archives show in the first rows only.
+        # The first rows tell the features of generators and WebDataset archives.
         dataset = dataset if dataset.features else dataset._resolve_features()
         num_classes = count_classes(dataset.features[label_column], label_column, num_classes)
         dataset = dataset.select_columns([image_column, label_column])
@@ -103,18 +99,18 @@ class StreamingDataset(BatchDataset, IterableDataset):
             yield {"row": row, "epoch": self.epoch, **item}
 
     def read(self, indices: list[Any], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
-        """Decode a batch of what iterating gives.
+        """Decode a batch of rows.
 
         Args:
-            indices (`list[dict]`): the rows.
-            epoch: is what the rows say.
-            device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes what it can.
+            indices (`list[dict]`): rows, as iterating gives them.
+            epoch: ignored; the rows have it.
+            device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes common JPEGs.
 
         Returns:
-            [`HostBatch`]: the images and labels, on the host.
+            [`HostBatch`]: the images and labels.
 
         Raises:
-            InputError: If too many images can't be read, or none of the batch.
+            InputError: If too many images are unreadable, or all of the first batch.
         """
         gpu = device if device is not None and device.type == "cuda" else None
         labels = torch.tensor([item[self.label_column] for item in indices])
@@ -150,11 +146,7 @@ class StreamingDataset(BatchDataset, IterableDataset):
 
     def summary(self) -> str | None:
         """Name the unreadable images in one line; `None` if there are none so far."""
-        if not self.unreadable:
-            return None
-        names = [printable(name) for name in itertools.islice(self.unreadable, 5)]
-        names += ["..."] * (len(self.unreadable) > 5)
-        return f"{len(self.unreadable):,} images could not be read and were skipped: {', '.join(names)}"
+        return summarise(len(self.unreadable), self.unreadable)
 
     def gather_unreadable(self) -> None:
         """Add what other processes could not read. To be called in all of them."""
@@ -181,13 +173,9 @@ class StreamingDataset(BatchDataset, IterableDataset):
             return
         logger.warning("Skipping an image that cannot be read: %s (%s)", printable(name), printable(error))
         self.unreadable[name] = str(error)
-        if too_many(len(self.unreadable), max(self.seen, _ENOUGH)):
-            raise UnreadableDataError(f"{self.summary()}. At most {MAX_UNREADABLE_FRACTION:.0%} may be: repair them.")
         label = item[self.label_column]
         self._classes[1, label] += 1
         seen, lost = self._classes[:, label].tolist()
-        if lost > max(_ENOUGH_OF_CLASS, seen / 2):
-            raise UnreadableDataError(
-                f"{lost:,} of the first {seen:,} images of class {label} cannot be read, such as {name} ({error}). At "
-                "most half may be: repair them, or remove the class."
-            )
+        total, class_total = max(self.seen, _LEAST), max(seen, _LEAST_OF_CLASS)
+        example = f"{name} ({error})"
+        check_unreadable(self.summary(), len(self.unreadable), total, lost, class_total, str(label), example)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import torch
 from accelerate.utils import gather_object
@@ -20,14 +21,7 @@ MAX_UNREADABLE_FRACTION = 0.01
 # So many are skipped in the smallest dataset.
 _FEW = 5
 
-LIMIT = f"{MAX_UNREADABLE_FRACTION:.0%}, or {_FEW} of a small dataset,"
-
 _NAMED = 5
-
-
-def too_many(unreadable: int, of: int) -> bool:
-    """Tell whether more than 1 % of the images, and more than 5, are unreadable."""
-    return unreadable > max(_FEW, MAX_UNREADABLE_FRACTION * of)
 
 
 class UnreadableDataError(InputError):
@@ -38,6 +32,42 @@ class UnreadableDataError(InputError):
 
     def __init__(self, message: str):
         super().__init__(message.rsplit(f"{type(self).__name__}: ", 1)[-1].strip())
+
+
+def check_unreadable(
+    summary: str | None, unreadable: int, total: int, of_class: int, class_total: int, class_name: str, example: str
+) -> None:
+    """Stop a run that loses too many images.
+
+    Args:
+        summary (`str`): names the unreadable images.
+        unreadable, total (`int`): how many images are unreadable, of how many.
+        of_class, class_total (`int`): the same for the class of the latest.
+        class_name (`str`): that class.
+        example (`str`): the latest, with its reason.
+
+    Raises:
+        InputError: If they are more than 1 % and more than 5, or more than half of the class.
+    """
+    if unreadable > max(_FEW, MAX_UNREADABLE_FRACTION * total):
+        raise UnreadableDataError(
+            f"{summary}. At most {MAX_UNREADABLE_FRACTION:.0%}, or {_FEW} of a small dataset, may be: repair or "
+            "remove them."
+        )
+    if 2 * of_class > class_total:
+        raise UnreadableDataError(
+            f"{of_class:,} of {class_total:,} images of class {class_name!r} cannot be read, such as {example}. At "
+            "most half may be: repair them, or remove the class."
+        )
+
+
+def summarise(count: int, names: Iterable[str], total: int | None = None) -> str | None:
+    """Count the unreadable images and name the first ones, in one line; `None` if there are none."""
+    if not count:
+        return None
+    of = "" if total is None else f" of {total:,}"
+    shown = [printable(name) for name in islice(names, _NAMED)] + ["..."] * (count > _NAMED)
+    return f"{count:,}{of} images could not be read and were skipped: {', '.join(shown)}"
 
 
 class UnreadableRows:
@@ -72,16 +102,17 @@ class UnreadableRows:
         self.flags[row] = True
         self._reasons[row] = str(error)
         logger.warning("Skipping an image that cannot be read: %s (%s)", *map(printable, (self._describe(row), error)))
-        if too_many(int(self.flags.sum()), len(self.flags)):
-            raise UnreadableDataError(f"{self.summary()}. At most {LIMIT} may be: repair or remove them.") from error
-        own = self._labels == self._labels[row]
-        unreadable, count = int(self.flags[own].sum()), int(own.sum())
-        if 2 * unreadable > count:
-            name = self._class_names[int(self._labels[row])]
-            raise UnreadableDataError(
-                f"{unreadable:,} of {count:,} images of class {name!r} cannot be read, such as {self._describe(row)} "
-                f"({error}). At most half may be: repair them, or remove the class."
-            ) from error
+        label = self._labels[row]
+        own = self.flags[self._labels == label]
+        check_unreadable(
+            self.summary(),
+            int(self.flags.sum()),
+            len(self.flags),
+            int(own.sum()),
+            len(own),
+            self._class_names[int(label)],
+            f"{self._describe(row)} ({error})",
+        )
 
     def gather(self) -> None:
         """Add what other processes could not read. To be called in all of them."""
@@ -108,10 +139,7 @@ class UnreadableRows:
     def summary(self) -> str | None:
         """Name the flagged rows in one line; `None` if there are none."""
         rows = self.flags.nonzero().flatten().tolist()
-        if not rows:
-            return None
-        names = [printable(self._describe(row)) for row in rows[:_NAMED]] + ["..."] * (len(rows) > _NAMED)
-        return f"{len(rows):,} of {len(self.flags):,} images could not be read and were skipped: {', '.join(names)}"
+        return summarise(len(rows), map(self._describe, rows), len(self.flags))
 
     def skipped(self, split: str) -> list[SkippedImage]:
         """List the flagged rows with their reasons."""

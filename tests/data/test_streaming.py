@@ -79,8 +79,17 @@ def test_the_next_of_the_batch_stands_in():
     assert data.summary() == "1 images could not be read and were skipped: row 15 of train"
     batches(data)
     assert data.summary().startswith("1 images")
+    reason = "not an image, or of an unknown format"
+    assert data.skipped() == [("row 15 of train", "train", reason)]
     with pytest.raises(InputError, match=r"21 images could not be read .* At most 1%"):
         batches(stream(rows(broken=range(10, 31))))
+
+
+def test_a_class_that_loses_most_of_its_images_stops_the_run():
+    broken = [3 + 10 * i for i in range(6)]
+    with pytest.raises(InputError, match=r"^6 of 10 images of class '3' cannot be read, such as row 53 of train"):
+        batches(stream(rows(100, broken=broken), evaluation=True), 10)
+    assert len(batches(stream(rows(100, broken=broken[:5]), evaluation=True), 10)) == 10
 
 
 def test_a_batch_without_an_image_takes_one_of_those_before():
