@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Fine-tune an image classifier with ENTAME: the same as `entame finetune`."""
+"""Fine-tune an image classifier: the same as `entame finetune`."""
 
-from entame_hf.cli.finetune import main
-from entame_hf.cli.launch import run_script
+import sys
+
+from entame_hf.cli import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main(["finetune", *sys.argv[1:]])

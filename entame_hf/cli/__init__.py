@@ -1,1 +1,67 @@
-"""The `entame` command."""
+"""The `entame` command: finetune, predict, inspect and demo."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+# What each command does, and its module: none is imported before it runs, so that --help answers at once.
+COMMANDS = {
+    "finetune": "Fine-tune an image classifier on your images.",
+    "predict": "Write the classes of a folder of images to a CSV file.",
+    "inspect": "Show what each method would do in the first step; nothing is trained.",
+    "demo": "See it work: real weights on real images, on the CPU, in minutes.",
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command of `entame`.
+
+    Args:
+        argv (`list[str]`, *optional*): the command and its options; defaults to the process's arguments.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    command = argv[0] if argv else "--help"
+    if command in ("-h", "--help"):
+        print(_overview())
+    elif command == "--version":
+        print(f"entame_hf {version('entame-hf')}")
+    elif command not in COMMANDS:
+        close = get_close_matches(command, COMMANDS, n=1)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        print(f"entame: error: Unknown command {command!r}. {hint}Use {', '.join(COMMANDS)}.", file=sys.stderr)
+        sys.exit(2)
+    elif any(option in ("-h", "--help") for option in argv[1:]):
+        print(Path(__file__).with_name("help").joinpath(f"{command}.txt").read_text(encoding="utf-8"), end="")
+    else:
+        logging.getLogger("DeepSpeed").addFilter(_NoDetection())
+        from .launch import run_command
+
+        name = Path(sys.argv[0]).name
+        name = f"entame {command}" if name in ("entame", "__main__.py") else name
+        run_command(import_module(f".{command}", __package__).main, argv[1:], name)
+
+
+def _overview() -> str:
+    lines = [f"  {name:9} {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Usage: entame COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "entame COMMAND --help lists the options of a command. Several GPUs:",
+            "accelerate launch -m entame_hf.cli finetune ...",
+        ]
+    )
+
+
+class _NoDetection(logging.Filter):
+    """Drop DeepSpeed's remark that it found no accelerator, which it makes wherever it is installed."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Setting accelerator to CPU" not in record.getMessage()

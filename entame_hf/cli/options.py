@@ -1,35 +1,105 @@
-"""Command lines whose every mistake ends in one line."""
+"""Parse options from a command line, a YAML or JSON file, or both; every mistake is one line."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
+from argparse import Action, ArgumentTypeError, Namespace
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NoReturn
 
-import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 from ..errors import InputError
+from .options_file import FILES, read_options
 
-FILES = (".yaml", ".yml", ".json")
+# What other tools call these options.
+ALIASES = {
+    "batch": "per_device_train_batch_size",
+    "batch_size": "per_device_train_batch_size",
+    "bs": "per_device_train_batch_size",
+    "data": "data_dir",
+    "data_path": "data_dir",
+    "dataset": "dataset_name",
+    "epochs": "num_train_epochs",
+    "freeze": "freeze_backbone",
+    "img_size": "image_size",
+    "imgsz": "image_size",
+    "lr": "learning_rate",
+    "method": "entame_method",
+    "model": "model_name_or_path",
+    "num_epochs": "num_train_epochs",
+    "num_workers": "dataloader_num_workers",
+    "optimizer": "optim",
+    "out": "output_dir",
+    "output": "output_dir",
+    "resume": "resume_from_checkpoint",
+    "scheduler": "lr_scheduler_type",
+    "train_dir": "data_dir",
+    "warmup": "warmup_steps",
+    "wd": "weight_decay",
+    "workers": "dataloader_num_workers",
+}
+
+# Fields that hold a list, or one string.
+LISTS = ("report_to",)
 
 
 class OptionParser(HfArgumentParser):
-    """Parse options into dataclasses, from a command line or from one YAML or JSON file.
+    """Parse options into dataclasses.
+
+    An option is written with underscores or hyphens. The first argument may be a YAML or JSON file of options; options
+    that follow take precedence over the file.
 
     Args:
         kinds (`list[type]`): the dataclasses.
-        description (`str`): what `--help` starts with.
+        description (`str`): what the command does.
+        without (collection of `str`, *optional*): fields that are no options, since they have no effect.
+
+    Attributes:
+        options (`dict[str, argparse.Action]`): each option by its name, with underscores.
     """
 
-    def __init__(self, kinds: list[Any], description: str) -> None:
-        super().__init__(kinds, description=description, allow_abbrev=False)
+    def __init__(self, kinds: list[Any], description: str, without: Collection[str] = ()) -> None:
+        self.options: dict[str, Action] = {}
+        self._without = without
+        super().__init__(kinds, description=description, allow_abbrev=False, add_help=False)
+        super().add_argument("--help_all", "--help-all", action="store_true")
 
-    def parse(self, argv: list[str]) -> tuple[Any, ...]:
+    # The place where HfArgumentParser says what it made of a field.
+    def add_argument(self, *names: str, **settings: Any) -> Any:
+        if not names[0].startswith("-"):
+            return super().add_argument(*names, **settings)
+        name = names[0].removeprefix("--")
+        if name.removeprefix("no_") in self._without:
+            return None
+        if "action" in settings:
+            return super().add_argument(*names, **settings)
+        if name in LISTS:
+            settings |= {"nargs": "*", "type": str}
+        if "choices" in settings:
+            settings["type"] = partial(_choice, [str(getattr(c, "value", c)) for c in settings.pop("choices")])
+        else:
+            settings["type"] = _TYPES.get(settings.get("type"), settings.get("type", str))
+        if settings["type"] is _switch:
+            settings |= {"nargs": "?", "const": True}
+        action = super().add_argument(*names, **settings)
+        self.options[name] = action
+        return action
+
+    def parse(self, argv: list[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """Parse the arguments of a process.
 
         Args:
-            argv (`list[str]`): options, or the path of one file that holds them.
+            argv (`list[str]`): options, or the path of a file of options and options that take precedence over it.
+            defaults (`dict`, *optional*): values that take precedence over the dataclasses' defaults.
 
         Returns:
             `tuple`: an instance of each dataclass.
@@ -37,45 +107,135 @@ class OptionParser(HfArgumentParser):
         Raises:
             InputError: an option is unknown or its value is not one of its type or domain.
         """
+        return self.build({**(defaults or {}), **self.given(argv)})
+
+    def given(self, argv: list[str]) -> dict[str, Any]:
+        """Find the values that a command line sets, by the names of the options; defaults are left out."""
         if argv and Path(argv[0]).suffix in FILES:
-            if len(argv) > 1:
-                raise InputError(f"Options come from {argv[0]} or from the command line, not from both.")
-            argv = read_options(argv[0])
-        try:
-            *parsed, unknown = self.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-        # The fields' own checks.
-        except ValueError as error:
-            raise InputError(str(error)) from error
+            argv = [*self._typed(argv[0]), *argv[1:]]
+        unset = object()
+        values = Namespace(**{action.dest: unset for action in self.options.values()})
+        values, unknown = self.parse_known_args(argv, values)
         if unknown:
-            raise InputError(f"Unknown option {unknown[0]}. --help lists what there is.")
-        return tuple(parsed)
+            self._refuse(unknown[0])
+        found = {name: value for name, value in vars(values).items() if value is not unset}
+        if found.pop("help_all"):
+            from .help import all_options
+
+            print(all_options(self))
+            sys.exit(0)
+        for name in LISTS:
+            if isinstance(found.get(name), list):
+                found[name] = [part for value in found[name] for part in value.split(",") if part] or ["none"]
+        if str(found.get("optim_args", "")).startswith("{"):
+            found["optim_args"] = _pairs(found["optim_args"])
+        return found
+
+    def build(self, given: dict[str, Any]) -> tuple[Any, ...]:
+        """Build the dataclasses from values by the names of the options."""
+        try:
+            return tuple(
+                kind(**{f.name: given[f.name] for f in fields(kind) if f.init and f.name in given})
+                for kind in self.dataclass_types
+            )
+        # The fields' own checks.
+        except (TypeError, ValueError) as error:
+            raise InputError(str(error)) from error
+
+    def named(self, message: str) -> str:
+        """Write the options that a message names in backticks as they are typed: `seed=1` becomes --seed 1."""
+
+        def typed(match: re.Match[str]) -> str:
+            name, value = match["name"], match["value"]
+            if name not in self.options:
+                return match[0]
+            if value == "True" and self.options[name].type is _switch:
+                value = None
+            return f"--{name}" if value is None else f"--{name} {value}"
+
+        return re.sub(r"`(?P<name>\w+)(?:=(?P<value>[^`]*))?`", typed, message)
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}. --help lists what there is.")
+        name = re.match(r"argument (--\w+)\S*: (.*)", message, re.DOTALL)
+        message = f"{name[1]}: {name[2]}" if name else message
+        raise InputError(f"{message.rstrip('.')}. --help lists the options.")
+
+    def _typed(self, path: str) -> list[str]:
+        """Write a file's options as they would be typed, which checks types and choices."""
+        argv: list[str] = []
+        for key, value in read_options(path).items():
+            name = key.replace("-", "_")
+            if name not in self.options:
+                self._refuse(f"--{key}", f"{path}: ")
+            if isinstance(value, list) and self.options[name].nargs not in ("*", "+"):
+                raise InputError(f"{path}: `{name}` takes one value, not a list.")
+            if isinstance(value, list):
+                argv += [f"--{name}", *value]
+            else:
+                argv.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+        return argv
+
+    def _refuse(self, argument: str, where: str = "") -> NoReturn:
+        if not argument.startswith("--"):
+            raise InputError(
+                f"{where}Unexpected argument {argument!r}: a file of options comes first, every other value after its "
+                "option. --help lists the options."
+            )
+        name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        if name in self._without:
+            raise InputError(f"{where}--{name} has no effect on this command. Leave it out.")
+        found = ALIASES.get(name) if ALIASES.get(name) in self.options else None
+        found = found or next(iter(get_close_matches(name, self.options, n=1)), None)
+        hint = f"Did you mean --{found}? " if found else ""
+        raise InputError(f"{where}Unknown option --{name}. {hint}--help lists the options, --help_all all of them.")
 
 
-def read_options(path: str) -> list[str]:
-    """Turn a file of options into a command line, which checks types and choices.
+def _choice(allowed: Iterable[str], value: str) -> str:
+    if value in allowed:
+        return value
+    close = [word for word in allowed if value and word.startswith(value.lower())]
+    close = close or get_close_matches(value.lower(), allowed, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    listed = shorten(", ".join(allowed), 300, placeholder=" and others")
+    raise ArgumentTypeError(f"{value!r} is unknown.{hint} Use one of {listed}")
 
-    Args:
-        path (`str`): a YAML or JSON file with one mapping, option names to values.
 
-    Returns:
-        `list[str]`: arguments as they would be typed.
-
-    Raises:
-        InputError: the file cannot be read or holds something else.
-    """
+def _whole_number(value: str) -> int:
     try:
-        text = Path(path).read_text()
-        options = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read as options: {error}") from error
-    if not isinstance(options, dict):
-        raise InputError(f"{path} must hold one mapping of options to values, such as `learning_rate: 1e-4`.")
-    argv = []
+        return int(value)
+    except ValueError:
+        raise ArgumentTypeError(f"{value!r} is no whole number, such as 10") from None
+
+
+def _number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ArgumentTypeError(f"{value!r} is no number, such as 0.1 or 1e-4") from None
+
+
+def _switch(value: str | bool) -> bool:
+    word = str(value).lower()
+    if word not in _SWITCHES:
+        raise ArgumentTypeError(f"{value!r} is neither true nor false")
+    return _SWITCHES[word]
+
+
+_SWITCHES = {
+    **dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "n", "f", "0"), False),
+}
+
+_TYPES: dict[Any, Callable[[Any], Any]] = {int: _whole_number, float: _number, string_to_bool: _switch}
+
+
+def _pairs(text: str) -> str:
+    """Write a mapping of optimizer options as `optim_args` takes them: momentum=0.9,nesterov=True."""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"`optim_args` {text} is no mapping: {error}. Give momentum=0.9,nesterov=True.") from error
     for name, value in options.items():
-        if value is not None:
-            values = value if isinstance(value, list) else [value]
-            argv += [f"--{name}", *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
-    return argv
+        if isinstance(value, (dict, list)):
+            raise InputError(f"`optim_args`: {name} takes one value, not {json.dumps(value)}.")
+    return ",".join(f"{name}={value}" for name, value in options.items())

@@ -1,17 +1,26 @@
-"""Folders that hold a run: claimed before anything is written, resumed where they were left."""
+"""The folder of a run: checked before anything is done, claimed by the first optimizer step, written whole."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from transformers import TrainingArguments
+import yaml
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..errors import InputError
+from ..errors import InputError, RunError
 from ..trainer import check_checkpoint, last_whole_checkpoint, same_on_all
+
+RUN_FILE = "run.yaml"
+
+BATCH_FILE = "batch.png"
 
 # What a run leaves behind, whoever wrote it.
 _FILES = (
@@ -21,14 +30,21 @@ _FILES = (
     "eval_results.json",
     "model.safetensors",
     "preprocessor_config.json",
+    RUN_FILE,
+    "test_results.json",
     "train_results.json",
-    "trainer_state.json",
+    TRAINER_STATE_NAME,
     "training_args.bin",
 )
 
+# Options of one start, not of the run; and a secret.
+_NOT_KEPT = ("hub_token", "inspect", "overwrite", "resume_from_checkpoint")
+
+_PATHS = ("data_dir", "dataset_name", "model_name_or_path", "output_dir")
+
 
 def check_output_dir(args: TrainingArguments, inputs: Sequence[str | None]) -> None:
-    """Make sure that a run may write to its output folder, and that it wipes no other run and nothing it reads.
+    """Make sure that a run may write to its output folder, and that it replaces no other run and nothing it reads.
 
     Args:
         args (`TrainingArguments`):
@@ -40,36 +56,27 @@ def check_output_dir(args: TrainingArguments, inputs: Sequence[str | None]) -> N
     """
     folder = Path(str(args.output_dir))
     # Nothing is made here: input that is refused later leaves no trace.
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise NotADirectoryError(0, "it is a file, or a link that leads nowhere")
+        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         raise InputError(
-            f"--output_dir {folder} cannot be written to ({error.strerror}). Give a folder of yours."
+            f"`output_dir={folder}` cannot be written to ({error.strerror}). Give a folder of yours."
         ) from error
     if args.resume_from_checkpoint is not None:
         return
     left = _left_behind(folder)
     if left and not getattr(args, "overwrite", False):
         raise InputError(
-            f"--output_dir {folder} holds another run ({left[0].name}). Go on with it (--resume_from_checkpoint "
-            "last), remove it (--overwrite) or give another folder."
+            f"`output_dir={folder}` holds another run ({left[0].name}). Resume it (`resume_from_checkpoint=last`), "
+            "replace it (`overwrite`) or give another folder."
         )
     for name in inputs:
         if left and name and Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
-            raise InputError(f"--overwrite would remove {name}, which this run reads. Give another --output_dir.")
-
-
-def clear_output_dir(args: TrainingArguments) -> None:
-    """Remove the files of the run that the output folder holds, and nothing else, just before a new one begins.
-
-    Args:
-        args (`TrainingArguments`): they have passed [`check_output_dir`].
-    """
-    if args.resume_from_checkpoint is None and args.process_index == 0:
-        for path in _left_behind(Path(str(args.output_dir))):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            raise InputError(f"`overwrite` would remove {name}, which this run reads. Give another `output_dir`.")
 
 
 def _left_behind(folder: Path) -> list[Path]:
@@ -80,8 +87,106 @@ def _left_behind(folder: Path) -> list[Path]:
     ]
 
 
+class ClaimFolder(TrainerCallback):
+    """Replace the run that a folder holds once the first optimizer step was taken, and note the options there.
+
+    Until then every file stays as it was, so that a run which is refused or fails to start costs nothing.
+
+    Args:
+        options (`dict`): what the run was told, for `run.yaml`.
+        draw_batch (`Callable`, *optional*): draws the first batch into a file.
+    """
+
+    def __init__(self, options: dict[str, Any], draw_batch: Callable[[Path], None] | None = None) -> None:
+        self.options, self.draw_batch = options, draw_batch
+        self._is_claimed = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not _left_behind(Path(str(args.output_dir))):
+            self._draw(args, state)
+
+    # The first is called before a checkpoint of that step is written.
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._is_claimed:
+            return
+        self._is_claimed = True
+        if state.is_world_process_zero:
+            folder = Path(str(args.output_dir))
+            if args.resume_from_checkpoint is None:
+                for path in _left_behind(folder):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            save_options(folder, self.options)
+        self._draw(args, state)
+        if args.world_size > 1:
+            # Others would save the first checkpoint into a folder that is being emptied.
+            args.distributed_state.wait_for_everyone()
+
+    def _draw(self, args: TrainingArguments, state: TrainerState) -> None:
+        draw, self.draw_batch = self.draw_batch, None
+        if draw is not None and state.is_world_process_zero and args.resume_from_checkpoint is None:
+            folder = Path(str(args.output_dir))
+            folder.mkdir(parents=True, exist_ok=True)
+            draw(folder / BATCH_FILE)
+
+
+def save_options(folder: Path, options: dict[str, Any]) -> None:
+    """Write what a run was told to `run.yaml`, from which it can be resumed; a token is left out.
+
+    Args:
+        folder (`Path`): the run's.
+        options (`dict`): values by the names of the options; paths that exist are made absolute.
+    """
+    kept = {name: value for name, value in options.items() if name not in _NOT_KEPT and value is not None}
+    for name in _PATHS:
+        if name in kept and Path(str(kept[name])).exists():
+            kept[name] = str(Path(str(kept[name])).absolute())
+    text = f"# entame finetune {folder / RUN_FILE} --resume_from_checkpoint last\n"
+    write_text(folder / RUN_FILE, text + yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
+
+
+def save_results(folder: Path, split: str, metrics: dict[str, float]) -> None:
+    """Write an evaluation or a training to `{split}_results.json`, and add it to `all_results.json`."""
+    file = folder / "all_results.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for path, values in ((folder / f"{split}_results.json", metrics), (file, {**known, **metrics})):
+        write_text(path, json.dumps(values, indent=4, sort_keys=True) + "\n")
+
+
+def save_state(folder: Path, state: TrainerState) -> None:
+    """Write the trainer's state, with its log history."""
+    write_file(folder / TRAINER_STATE_NAME, lambda path: state.save_to_json(str(path)))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    write_file(path, lambda draft: draft.write_text(text, encoding="utf-8"))
+
+
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all: beside its place, and renamed.
+
+    Raises:
+        RunError: the disk is full, or the folder is gone or read-only.
+    """
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(draft)
+        draft.replace(path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise RunError(
+            f"{path} could not be written ({error.strerror or error}). Make room there, and resume with "
+            "`resume_from_checkpoint=last`."
+        ) from error
+
+
 def last_checkpoint(args: TrainingArguments) -> str | None:
-    """Resolve `resume_from_checkpoint`: a checkpoint's folder, or "last" for the newest whole one.
+    """Resolve `resume_from_checkpoint`: a checkpoint's folder, or "last" for the newest intact one.
 
     Args:
         args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint` are read.
@@ -90,7 +195,7 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
         `str` or `None`: the folder; None for a run that starts afresh.
 
     Raises:
-        InputError: on every process: one of them has no such checkpoint, or it is not whole.
+        InputError: on every process: one of them has no such checkpoint, or it is incomplete.
     """
     asked = args.resume_from_checkpoint
     if asked is None:
@@ -99,6 +204,6 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
 
     def find() -> str:
         found = last_whole_checkpoint(folder) if asked.lower() in ("last", "true") else asked
-        return check_checkpoint(found, f"--resume_from_checkpoint {asked}", folder)
+        return check_checkpoint(found, f"`resume_from_checkpoint={asked}`", folder)
 
     return same_on_all(find)

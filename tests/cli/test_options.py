@@ -1,68 +1,248 @@
-"""How scripts end."""
+"""Options: what is typed, what a file says, and what a mistake is answered with."""
 
 from __future__ import annotations
 
-import sys
+import json
 
 import pytest
-import torch.distributed as dist
+from transformers.integrations import integration_utils
 
-from entame_hf import InputError, RunError
-from entame_hf.cli.launch import run_script, say_once
+from entame_hf import InputError
+from entame_hf.cli.finetune import training_parser
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return training_parser("")
+
+
+def written(folder, text, name="run.yaml"):
+    file = folder / name
+    file.write_text(text)
+    return str(file)
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "message"),
+    "argv",
     [
-        (InputError("No data.\n Give some."), 2, "tool.py: error: No data. Give some.\n"),
-        (RunError("No space.\nMake room."), 1, "tool.py: error: No space.\nMake room.\n"),
-        (KeyboardInterrupt(), 130, "\nInterrupted. Go on from a saved checkpoint with "),
+        ["--model-name-or-path", "m", "--learning-rate", "1e-3"],
+        ["--model_name_or_path=m", "--learning-rate=1e-3"],
+        ["--model_name_or_path", "m", "--learning_rate", "0.001"],
     ],
-    ids=["input", "run", "interrupted"],
+    ids=["hyphens", "equals", "underscores"],
 )
-def test_what_may_end_a_script_is_a_message_and_a_code(monkeypatch, capsys, error, code, message):
-    def main(argv):
-        assert argv == ["--option"]
-        raise error
-
-    monkeypatch.setattr(sys, "argv", ["scripts/tool.py", "--option"])
-    with pytest.raises(SystemExit) as end:
-        run_script(main)
-    assert end.value.code == code
-    assert capsys.readouterr().err.startswith(message)
+def test_options_are_written_with_hyphens_or_underscores(parser, argv):
+    assert parser.given(argv) == {"model_name_or_path": "m", "learning_rate": 1e-3}
 
 
-def test_a_script_that_ends_well_ends_its_process_group(tmp_path):
-    run_script(lambda _: dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1))
-    assert not dist.is_initialized()
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("eval_strategy: no", {"eval_strategy": "no"}),
+        ("eval_strategy: 'no'", {"eval_strategy": "no"}),
+        ("bf16: no\npush_to_hub: off\nuse_cpu: on\ntorch_compile: yes",
+         {"bf16": False, "push_to_hub": False, "use_cpu": True, "torch_compile": True}),
+        ("learning_rate: 1e-6", {"learning_rate": 1e-6}),
+        ("phi_w: 1e-10\nseed: 010", {"phi_w": 1e-10, "seed": 10}),
+        ("run_name: 007\nmodel_revision: 1.10", {"run_name": "007", "model_revision": "1.10"}),
+        ("run_name: 2026-01-01", {"run_name": "2026-01-01"}),
+        ("seed:\nrun_name: ~\nhub_model_id: null", {}),
+        ("hub-model-id: me/a", {"hub_model_id": "me/a"}),
+        ("report_to: []", {"report_to": ["none"]}),
+        ("report_to: [tensorboard, trackio]", {"report_to": ["tensorboard", "trackio"]}),
+        ("report_to:\n- tensorboard\n- trackio", {"report_to": ["tensorboard", "trackio"]}),
+        ("report_to: tensorboard", {"report_to": ["tensorboard"]}),
+        ("optim_args: {momentum: 0.9, nesterov: true}", {"optim_args": "momentum=0.9,nesterov=True"}),
+        ("optim_args: momentum=0.9", {"optim_args": "momentum=0.9"}),
+    ],
+)  # fmt: skip
+def test_a_yaml_file_means_what_a_person_means(parser, tmp_path, text, expected):
+    assert parser.given([written(tmp_path, text)]) == expected
 
 
-@pytest.fixture
-def launcher(monkeypatch):
-    """The store of a launcher, as its processes find it."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    for name, value in {
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "GROUP_RANK": "0",
-    }.items():
-        monkeypatch.setenv(name, value)
-    return store
+def test_numbers_within_mappings_are_numbers(parser, tmp_path):
+    text = "lr_scheduler_kwargs: {min_lr: 1e-6, num_decay_steps: 2e-1, decay_type: linear}"
+    found = json.loads(parser.given([written(tmp_path, text)])["lr_scheduler_kwargs"])
+    assert found == {"min_lr": 1e-6, "num_decay_steps": 0.2, "decay_type": "linear"}
 
 
-def test_a_message_is_said_once_a_host(launcher, monkeypatch, capsys):
-    for message in ("No data.", "No data.", "No model.", "No data."):
-        say_once(message)
-    monkeypatch.setenv("GROUP_RANK", "1")
-    say_once("No data.")
-    assert capsys.readouterr().err.splitlines() == ["No data.", "No model.", "No data."]
+def test_a_json_file_is_read_as_well(parser, tmp_path):
+    options = {"learning_rate": 1e-6, "report_to": [], "bf16": False, "seed": None, "optim_args": {"momentum": 0.9}}
+    found = parser.given([written(tmp_path, json.dumps(options), "run.json")])
+    assert found == {"learning_rate": 1e-6, "report_to": ["none"], "bf16": False, "optim_args": "momentum=0.9"}
 
 
-def test_a_message_is_said_where_the_launcher_is_gone(monkeypatch, capsys, launcher):
-    def refuse(*_, **__):
-        raise dist.DistNetworkError("connection refused")
+def test_typed_options_take_precedence_over_a_file(parser, tmp_path):
+    file = written(tmp_path, "seed: 1\nlearning_rate: 1e-3\nreport_to: [trackio]")
+    found = parser.given([file, "--seed", "2", "--report-to", "none"])
+    assert found == {"seed": 2, "learning_rate": 1e-3, "report_to": ["none"]}
 
-    monkeypatch.setattr(dist, "TCPStore", refuse)
-    say_once("No data.")
-    assert capsys.readouterr().err == "No data.\n"
+
+@pytest.mark.parametrize("argv", [["--report_to", "tensorboard", "trackio"], ["--report_to", "tensorboard,trackio"]])
+def test_several_trackers_are_separated_by_spaces_or_commas(parser, argv):
+    assert parser.given(argv)["report_to"] == ["tensorboard", "trackio"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 1\nseed: 2", "sets `seed` twice"),
+        ("learning-rate: 1\nlearning_rate: 2", "sets `learning_rate` twice"),
+        ("lr_scheduler_kwargs: {a: 1, a: 2}", "sets `a` twice"),
+        ("- a", "must hold one mapping"),
+        ("", "must hold one mapping"),
+        ("a: [", "run.yaml cannot be read"),
+        ("seed: [1, 2]", "`seed` takes one value"),
+        ("optim_args: {betas: [0.9, 0.95]}", "betas takes one value"),
+        ("learning_rat: 1", "Unknown option --learning_rat. Did you mean --learning_rate?"),
+        ("normalization: bogus", "--normalization"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(parser, tmp_path, text, message):
+    with pytest.raises(InputError, match=message):
+        parser.given([written(tmp_path, text)])
+
+
+@pytest.mark.parametrize("text", ['{"seed": 1, "seed": 2}', '{"lr_scheduler_kwargs": {"a": 1, "a": 2}}'])
+def test_a_json_key_twice_is_refused(parser, tmp_path, text):
+    with pytest.raises(InputError, match="twice"):
+        parser.given([written(tmp_path, text, "run.json")])
+
+
+@pytest.mark.parametrize(("text", "message"), [("[1]", "one mapping"), ("{", "run.json cannot be read")])
+def test_a_damaged_json_file_is_refused(parser, tmp_path, text, message):
+    with pytest.raises(InputError, match=message):
+        parser.given([written(tmp_path, text, "run.json")])
+
+
+def test_a_file_that_is_missing_or_no_text_is_refused(parser, tmp_path):
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for name in ("none.yaml", "binary.yaml"):
+        with pytest.raises(InputError, match=f"{name} cannot be read"):
+            parser.given([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--lr", "--learning_rate"),
+        ("--learnin_rate", "--learning_rate"),
+        ("--epochs", "--num_train_epochs"),
+        ("--batch-size=8", "--per_device_train_batch_size"),
+        ("--model", "--model_name_or_path"),
+        ("--data_dirs", "--data_dir"),
+        ("--num_workers", "--dataloader_num_workers"),
+        ("--entame-methd", "--entame_method"),
+    ],
+)
+def test_a_mistyped_option_is_answered_with_the_right_one(parser, typed, meant):
+    with pytest.raises(InputError, match=f"Unknown option .*Did you mean {meant}[?]"):
+        parser.given([typed, "1"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--eval_strategy", "epochs"], "--eval_strategy: 'epochs' is unknown. Did you mean epoch[?]"),
+        (["--lr_scheduler_type", "cosin"], "Did you mean cosine[?]"),
+        (["--optim", "adamw"], "Did you mean adamw_torch[?]"),
+        (["--augmentation", "flipp"], "Did you mean flip[?] Use one of none, flip"),
+        (["--seed", "x"], "--seed: 'x' is no whole number"),
+        (["--learning_rate", "fast"], "--learning_rate: 'fast' is no number"),
+        (["--bf16", "maybe"], "--bf16: 'maybe' is neither true nor false"),
+        (["--seed"], "--seed: expected one argument"),
+        (["--seed", "1", "2"], "Unexpected argument '2'"),
+        (["--seed", "1", "run.yaml"], "a file of options comes first"),
+    ],
+)
+def test_a_mistyped_value_is_answered_with_what_is_allowed(parser, argv, message):
+    with pytest.raises(InputError, match=message):
+        parser.given(argv)
+
+
+@pytest.mark.parametrize("name", ["do_train", "do_eval", "neftune_noise_alpha", "batch_eval_metrics", "use_cache"])
+def test_options_without_effect_are_refused(parser, name):
+    assert name not in parser.options
+    with pytest.raises(InputError, match=f"--{name} has no effect on this command"):
+        parser.given([f"--{name}", "true"])
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("wandbb", "--report_to wandbb is no tracker. Did you mean wandb[?]"),
+        ("comet_ml", "--report_to comet_ml needs the package comet_ml: pip install comet_ml"),
+        ("tensorboard azure_ml", "needs the package azureml-core: pip install azureml-core"),
+    ],
+)
+def test_a_missing_tracker_is_answered_with_its_package(parser, monkeypatch, names, message):
+    monkeypatch.setattr("entame_hf.cli.arguments.find_spec", lambda module: module == "tensorboard" or None)
+    with pytest.raises(InputError) as error:
+        parser.build(parser.given(["--report_to", *names.split(), "--use_cpu"]))
+    assert message.replace("[?]", "?") in parser.named(str(error.value))
+
+
+def test_every_tracker_of_transformers_is_known(parser):
+    for name in integration_utils.INTEGRATION_TO_CALLBACK:
+        assert parser.given(["--report_to", name])["report_to"] == [name]
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("`seed=1` or `seed`", "--seed 1 or --seed"),
+        ("`overwrite=True`, `trust_remote_code`", "--overwrite, --trust_remote_code"),
+        ("`find_heads` and `optim_args=a=1`", "`find_heads` and --optim_args a=1"),
+        ("`data_dir=my photos`", "--data_dir my photos"),
+    ],
+)
+def test_parameters_in_messages_become_options(parser, message, typed):
+    assert parser.named(message) == typed
+
+
+class TestDefaults:
+    def build(self, parser, *argv):
+        return parser.build(parser.given([*argv, "--use_cpu"]))[2]
+
+    def test_the_best_weights_are_kept(self, parser):
+        args = self.build(parser)
+        assert (args.eval_strategy, args.save_strategy, args.load_best_model_at_end) == ("epoch", "epoch", True)
+        assert (args.metric_for_best_model, args.greater_is_better) == ("accuracy", True)
+
+    def test_checkpoints_follow_evaluations(self, parser):
+        args = self.build(parser, "--eval_steps", "50")
+        assert (args.eval_strategy, args.save_strategy, args.eval_steps, args.save_steps) == ("steps", "steps", 50, 50)
+        assert args.load_best_model_at_end
+
+    @pytest.mark.parametrize(
+        "argv",
+        [
+            ["--eval_strategy", "no"],
+            ["--save_strategy", "no"],
+            ["--save_steps", "100"],
+            ["--eval_steps", "50", "--save_steps", "75"],
+        ],
+        ids=" ".join,
+    )
+    def test_the_last_weights_are_kept_where_the_best_cannot_be(self, parser, argv):
+        assert not self.build(parser, *argv).load_best_model_at_end
+
+    def test_patience_needs_evaluations(self, parser):
+        with pytest.raises(InputError, match="`patience=2` counts evaluations, and there are none"):
+            self.build(parser, "--patience", "2", "--eval_strategy", "no")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "least"),
+        [
+            ("learning_rate", "-1", 0),
+            ("learning_rate", "nan", 0),
+            ("per_device_train_batch_size", "0", 1),
+            ("gradient_accumulation_steps", "0", 1),
+            ("dataloader_num_workers", "-1", 0),
+            ("seed", "-1", 0),
+            ("patience", "0", 1),
+        ],
+    )
+    def test_values_outside_of_their_domain_are_refused(self, parser, name, value, least):
+        with pytest.raises(InputError, match=f"`{name}=.*` must be {least} or more"):
+            self.build(parser, f"--{name}", value)

@@ -1,0 +1,35 @@
+"""A Gradio demo of a fine-tuned model, ready for a Space."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .output_folder import write_text
+
+_APP = """\
+import gradio
+from transformers import pipeline
+
+classify = pipeline("image-classification", model="{model}")
+
+
+def predict(image):
+    return {{found["label"]: found["score"] for found in classify(image)}}
+
+
+gradio.Interface(predict, gradio.Image(type="pil"), gradio.Label(), title="{title}").launch()
+"""
+
+# What a Space installs beside Gradio.
+_REQUIREMENTS = "pillow\ntimm\ntorch\ntorchvision\ntransformers>=5\n"
+
+
+def write_app(folder: Path, repository: str | None = None) -> None:
+    """Write `app.py` and `requirements.txt` beside a model.
+
+    Args:
+        folder (`Path`): the model's.
+        repository (`str`, *optional*): the model's id on the Hub; without one, the app loads the folder that it is in.
+    """
+    write_text(folder / "app.py", _APP.format(model=repository or ".", title=(repository or folder.absolute().name)))
+    write_text(folder / "requirements.txt", _REQUIREMENTS)

@@ -1,0 +1,54 @@
+"""Show what each method would do to a model in its first step; nothing is trained or written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import set_seed
+
+from ..config import EntameConfig
+from ..data import batch_loader
+from ..energy import inspect_head
+from .arguments import RunArguments, check_given
+from .demo import DEFAULTS, load_demo
+from .finetune import INPUTS, load, set_up, training_parser
+from .launch import options_named
+from .options import OptionParser
+
+
+def main(argv: list[str]) -> None:
+    """Run `entame inspect`.
+
+    Args:
+        argv (`list[str]`): options, or a file of options and options that take precedence over it.
+
+    Raises:
+        InputError: an option or what it names cannot be used.
+    """
+    parser = training_parser("Show what each method would do in the first step.")
+    with options_named(parser.named):
+        inspect(parser, parser.given(argv))
+
+
+def inspect(parser: OptionParser, given: dict[str, Any]) -> None:
+    """Inspect a model on data, or the demonstration's where neither is given."""
+    if any(name in given for name in INPUTS):
+        model_args, data_args, args = parser.build(given)
+        check_given(model_args, data_args, args)
+        set_up(args)
+        model, data = load(model_args, data_args, args)
+    else:
+        model_args, data_args, args = parser.build({**DEFAULTS, **given})
+        set_up(args)
+        model, data = load_demo(model_args, data_args, args)
+    _show(model, data.train, args)
+
+
+def _show(model: Any, train: Any, args: RunArguments) -> None:
+    if args.process_index != 0:
+        return
+    set_seed(args.seed)
+    loader = batch_loader(train, args.per_device_train_batch_size, args.device, shuffle=True)
+    batches = (batch.to(args.device) for batch in loader)
+    config = EntameConfig(phi_w=args.phi_w, noise_lambda=args.noise_lambda)
+    print(inspect_head(model.to(args.device), batches, config, learning_rate=args.learning_rate, seed=args.seed))

@@ -1,0 +1,210 @@
+"""Write the classes of the images of a folder to a CSV file.
+
+entame predict out/photos FOLDER --output predictions.csv
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import BaseImageProcessor, PreTrainedModel
+
+from ..data import Preparation, UnreadableImageError
+from ..data.records import RawBatch, Recorder
+from ..data.workers import threads
+from ..errors import InputError
+from ..patch import class_names
+from .arguments import option
+from .console import duration
+from .launch import options_named
+from .model import load_trained
+from .options import OptionParser
+from .output_folder import write_text
+
+# Of an image that could not be read: where and why.
+Unreadable = tuple[str, UnreadableImageError]
+
+
+@dataclass
+class PredictArguments:
+    """Say what is predicted and where it is written."""
+
+    output: str = option("predictions.csv", "CSV file that is written: a row per image.")
+    top_k: int = option(3, "Classes per image, the most probable first.")
+    batch_size: int = option(64, "Images per batch.")
+    overwrite: bool = option(False, "Replace the CSV file if it exists.")
+    model_revision: str = option("main", "Branch, tag or commit of the model on the Hub.")
+    trust_remote_code: bool = option(False, "Run code that the model's repository holds.")
+    use_cpu: bool = option(False, "Predict on the CPU where there is a GPU.")
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}={getattr(self, name)}` must be 1 or more.")
+
+
+def main(argv: list[str]) -> None:
+    """Run `entame predict`.
+
+    Args:
+        argv (`list[str]`): the model, the folder and options.
+
+    Raises:
+        InputError: the model or the folder cannot be used; nothing was written.
+        RunError: the file could not be written.
+    """
+    parser = predict_parser()
+    with options_named(parser.named):
+        given = parser.given(argv)
+        (args,) = parser.build(given)
+        file = Path(args.output)
+        if file.is_dir() or (file.exists() and not args.overwrite):
+            raise InputError(f"`output={file}` exists. Replace it (`overwrite`) or give another file.")
+        files = _image_files(given["folder"])
+        model, processor = load_trained(
+            given["model"], revision=args.model_revision, trust_remote_code=args.trust_remote_code
+        )
+        start = time.monotonic()
+        device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
+        bar = tqdm(total=len(files), unit="image", leave=False, disable=not sys.stderr.isatty())
+        probabilities, unreadable = predict(model, processor, files, args.batch_size, device, bar.update)
+        bar.close()
+        if len(unreadable) == len(files):
+            raise InputError(f"None of {len(files):,} files could be read: {files[0]} ({unreadable[0][1]}).")
+        write_text(file, predictions_csv(files, probabilities, unreadable, class_names(model.config), args.top_k))
+    for path, error in unreadable.values():
+        print(f"not read: {path} ({error})", file=sys.stderr)
+    rate = len(files) / (time.monotonic() - start)
+    print(
+        f"{len(files) - len(unreadable):,} images predicted, {len(unreadable):,} not read: {file} "
+        f"({duration(time.monotonic() - start)}, {rate:,.0f} images/s)"
+    )
+
+
+def predict_parser() -> OptionParser:
+    """Build the parser of `predict`."""
+    parser = OptionParser([PredictArguments], "Write the classes of a folder of images to a CSV file.")
+    parser.add_argument("model", help="A run's folder, or an id on the Hub.")
+    parser.add_argument("folder", help="A folder of images, searched with all folders in it, or one image.")
+    return parser
+
+
+def predict(
+    model: PreTrainedModel,
+    processor: BaseImageProcessor,
+    files: list[str],
+    batch_size: int = 64,
+    device: torch.device | str = "cpu",
+    progress: Any = None,
+) -> tuple[np.ndarray, dict[int, Unreadable]]:
+    """Predict the classes of images: decoded by all cores while the device works on the batch before.
+
+    Args:
+        model (`PreTrainedModel`): an image classifier.
+        processor (`BaseImageProcessor`): its image processor.
+        files (`list[str]`): paths of N images.
+        batch_size (`int`, *optional*, defaults to 64): images per batch.
+        device (`torch.device`, *optional*): where the model computes.
+        progress (`Callable`, *optional*): called with the number of images that were done.
+
+    Returns:
+        `tuple`: probabilities, float32 (N, C), NaN for images that could not be read; and those images with the
+        reason, by their index.
+    """
+    classes = len(class_names(model.config))
+    placed: Any = model.eval().to(device)
+    if torch.device(device).type == "cpu":
+        placed.to(memory_format=torch.channels_last)
+    recorder = Recorder(Preparation(processor), None, classes)
+    found = np.full((len(files), classes), np.nan, np.float32)
+    unreadable: dict[int, Unreadable] = {}
+    for rows, batch, errors in _batches(files, recorder, batch_size):
+        unreadable |= errors
+        if len(rows):
+            with torch.inference_mode():
+                logits = placed(pixel_values=recorder.finish(batch, device)["pixel_values"]).logits
+            found[rows] = logits.float().softmax(dim=-1).cpu().numpy()
+        if progress is not None:
+            progress(len(rows) + len(errors))
+    return found, unreadable
+
+
+def _batches(
+    files: list[str], recorder: Recorder, size: int
+) -> Iterator[tuple[np.ndarray, RawBatch, dict[int, Unreadable]]]:
+    """Read batches, each while the one before is used: its rows, its records, and what could not be read."""
+
+    def read(start: int) -> tuple[np.ndarray, RawBatch, dict[int, Unreadable]]:
+        made = list(threads().map(recorder.try_record, files[start : start + size]))
+        errors = {
+            start + i: (files[start + i], record)
+            for i, record in enumerate(made)
+            if isinstance(record, UnreadableImageError)
+        }
+        rows = np.array([start + i for i in range(len(made)) if start + i not in errors], np.int64)
+        records = [record for record in made if not isinstance(record, UnreadableImageError)]
+        stacked = (
+            torch.from_numpy(np.stack(records)) if records else torch.empty(0, recorder.length, dtype=torch.uint8)
+        )
+        return rows, RawBatch(stacked, torch.zeros(len(rows), dtype=torch.int64), rows, 0), errors
+
+    with ThreadPoolExecutor(1) as ahead:
+        starts = range(0, len(files), size)
+        pending = ahead.submit(read, 0)
+        for start in starts:
+            current = pending.result()
+            if start + size < len(files):
+                pending = ahead.submit(read, start + size)
+            yield current
+
+
+def predictions_csv(
+    files: list[str], probabilities: np.ndarray, unreadable: dict[int, Unreadable], names: list[str], top_k: int
+) -> str:
+    """Write predictions as CSV: file, label and probability of the most probable classes, and errors.
+
+    Args:
+        files (`list[str]`): N paths.
+        probabilities (`numpy.ndarray`): float32 (N, C).
+        unreadable (`dict`): the images that could not be read, by index.
+        names (`list[str]`): C names of classes.
+        top_k (`int`): how many classes an image gets, at most C.
+
+    Returns:
+        `str`: a header and N rows. The columns of further classes end in _2, _3, ...
+    """
+    top_k = min(top_k, len(names))
+    suffixes = ["", *(f"_{rank}" for rank in range(2, top_k + 1))]
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["file", *(f"{name}{s}" for s in suffixes for name in ("label", "probability")), "error"])
+    for row, path in enumerate(files):
+        if row in unreadable:
+            writer.writerow([path, *[""] * (2 * top_k), unreadable[row][1]])
+            continue
+        best = np.argsort(-probabilities[row], kind="stable")[:top_k]
+        cells = [cell for i in best for cell in (names[i], f"{probabilities[row, i]:.6f}")]
+        writer.writerow([path, *cells, ""])
+    return text.getvalue()
+
+
+def _image_files(folder: str) -> list[str]:
+    """List the images of a folder and of all folders in it."""
+    if os.path.isfile(folder):
+        return [folder]
+    files = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))
+    if not files:
+        raise InputError(f"{folder} holds no image. Give a folder of images.")
+    return files
