@@ -50,5 +50,6 @@ def _show(model: Any, train: Any, args: RunArguments) -> None:
     set_seed(args.seed)
     loader = batch_loader(train, args.per_device_train_batch_size, args.device, shuffle=True)
     batches = (batch.to(args.device) for batch in loader)
-    config = EntameConfig(phi_w=args.phi_w, noise_lambda=args.noise_lambda)
+    given = {name: value for name in ("phi_w", "noise_lambda") if (value := getattr(args, name)) is not None}
+    config = EntameConfig(**given)
     print(inspect_head(model.to(args.device), batches, config, learning_rate=args.learning_rate, seed=args.seed))

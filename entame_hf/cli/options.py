@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from argparse import Action, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Iterable
@@ -151,7 +152,7 @@ class OptionParser(HfArgumentParser):
                 return match[0]
             if value == "True" and self.options[name].type is _switch:
                 value = None
-            return f"--{name}" if value is None else f"--{name} {value}"
+            return f"--{name}" if value is None else f"--{name} {shlex.quote(value)}"
 
         return re.sub(r"`(?P<name>\w+)(?:=(?P<value>[^`]*))?`", typed, message)
 

@@ -21,9 +21,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import BaseImageProcessor, PreTrainedModel
 
-from ..data import Preparation, UnreadableImageError
-from ..data.records import RawBatch, Recorder
-from ..data.workers import threads
+from ..data import HostBatch, ImagePipeline, Preparation, UnreadableImageError, threads
 from ..errors import InputError
 from ..patch import class_names
 from .arguments import option
@@ -127,14 +125,14 @@ def predict(
     placed: Any = model.eval().to(device)
     if torch.device(device).type == "cpu":
         placed.to(memory_format=torch.channels_last)
-    recorder = Recorder(Preparation(processor), None, classes)
+    pipeline = ImagePipeline(Preparation(processor), None, classes)
     found = np.full((len(files), classes), np.nan, np.float32)
     unreadable: dict[int, Unreadable] = {}
-    for rows, batch, errors in _batches(files, recorder, batch_size):
+    for rows, batch, errors in _batches(files, pipeline, batch_size):
         unreadable |= errors
         if len(rows):
             with torch.inference_mode():
-                logits = placed(pixel_values=recorder.finish(batch, device)["pixel_values"]).logits
+                logits = placed(pixel_values=pipeline.finish(batch, device)["pixel_values"]).logits
             found[rows] = logits.float().softmax(dim=-1).cpu().numpy()
         if progress is not None:
             progress(len(rows) + len(errors))
@@ -142,23 +140,23 @@ def predict(
 
 
 def _batches(
-    files: list[str], recorder: Recorder, size: int
-) -> Iterator[tuple[np.ndarray, RawBatch, dict[int, Unreadable]]]:
-    """Read batches, each while the one before is used: its rows, its records, and what could not be read."""
+    files: list[str], pipeline: ImagePipeline, size: int
+) -> Iterator[tuple[np.ndarray, HostBatch, dict[int, Unreadable]]]:
+    """Read batches, each while the one before is used: its rows, its images, and what could not be read."""
 
-    def read(start: int) -> tuple[np.ndarray, RawBatch, dict[int, Unreadable]]:
-        made = list(threads().map(recorder.try_record, files[start : start + size]))
-        errors = {
-            start + i: (files[start + i], record)
-            for i, record in enumerate(made)
-            if isinstance(record, UnreadableImageError)
-        }
-        rows = np.array([start + i for i in range(len(made)) if start + i not in errors], np.int64)
-        records = [record for record in made if not isinstance(record, UnreadableImageError)]
-        stacked = (
-            torch.from_numpy(np.stack(records)) if records else torch.empty(0, recorder.length, dtype=torch.uint8)
-        )
-        return rows, RawBatch(stacked, torch.zeros(len(rows), dtype=torch.int64), rows, 0), errors
+    def read(start: int) -> tuple[np.ndarray, HostBatch, dict[int, Unreadable]]:
+        errors, images = {}, {}
+        for row, made in enumerate(threads().map(pipeline.decode, files[start : start + size]), start):
+            if isinstance(made, UnreadableImageError):
+                errors[row] = files[row], made
+            else:
+                images[row] = made
+        rows = np.array(list(images), np.int64)
+        pixels = torch.empty(len(rows), pipeline.length, dtype=torch.uint8)
+        for i, image in enumerate(images.values()):
+            pixels[i] = torch.from_numpy(image.pixels)
+        ratios = torch.tensor([image.ratio for image in images.values()])
+        return rows, HostBatch(pixels, ratios, torch.zeros(len(rows), dtype=torch.int64), rows, 0), errors
 
     with ThreadPoolExecutor(1) as ahead:
         starts = range(0, len(files), size)

@@ -7,10 +7,12 @@ from .channel_statistics import channel_statistics
 from .columns import balanced_class_weights
 from .dataset import ClassificationDataset
 from .duplicates import Duplicates, find_duplicates
+from .folders import open_folder
 from .images import UnreadableImageError, decode_image
 from .jpeg import decode_pixels
 from .layout import LAYOUTS
 from .loader import Splits, load_splits, split_dataset
+from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
 from .skipped import SkippedImage, write_skipped_images
 from .streaming import StreamingDataset
@@ -23,7 +25,7 @@ from .transforms import (
     update_pretrained_cfg,
 )
 from .understanding import Understanding
-from .workers import cores
+from .workers import cores, threads
 
 __all__ = [
     "AUGMENTATIONS",
@@ -32,7 +34,10 @@ __all__ = [
     "BatchDataset",
     "BuiltDatasets",
     "ClassificationDataset",
+    "DecodedImage",
     "Duplicates",
+    "HostBatch",
+    "ImagePipeline",
     "Preparation",
     "SkippedImage",
     "Splits",
@@ -50,10 +55,12 @@ __all__ = [
     "find_duplicates",
     "load_splits",
     "open_dataset",
+    "open_folder",
     "output_size",
     "set_image_size",
     "set_normalization",
     "split_dataset",
+    "threads",
     "to_device",
     "update_pretrained_cfg",
     "write_skipped_images",

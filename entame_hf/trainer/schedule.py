@@ -91,10 +91,29 @@ def explain_scheduler_errors(args: TrainingArguments) -> Iterator[None]:
     """
     try:
         yield
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         name, options = SchedulerType(args.lr_scheduler_type).value, json.dumps(args.lr_scheduler_kwargs or {})
         raise InputError(
             f"`lr_scheduler_type={name}` does not go with `lr_scheduler_kwargs={options}`: {error}. For a decay over "
             "the last fifth, set `lr_scheduler_type=warmup_stable_decay` and "
             f'`lr_scheduler_kwargs={{"{DECAY_STEPS}": 0.2}}`.'
+        ) from error
+
+
+@contextmanager
+def explain_optimizer_errors(args: TrainingArguments) -> Iterator[None]:
+    """Say in one sentence that an optimizer is not installed, or was given options which it does not have.
+
+    Raises:
+        InputError: the optimizer cannot be built from `optim` and `optim_args`.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (ImportError, KeyError, TypeError, ValueError) as error:
+        options = f" and `optim_args={args.optim_args}`" if args.optim_args else ""
+        raise InputError(
+            f"The optimizer of `optim={getattr(args.optim, 'value', args.optim)}`{options} cannot be built: {error}. "
+            "For example: `optim=sgd` and `optim_args=momentum=0.9`."
         ) from error

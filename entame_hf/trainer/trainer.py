@@ -41,7 +41,7 @@ from .parallel import check_optimizer, check_output_folder, check_processes, sam
 from .report import try_to_write_card
 from .resume import BestCheckpointFinder, explained_full_disk, find_checkpoint, unfinished
 from .sampler import count_stream, share_evenly, share_order
-from .schedule import complete_schedule, explain_scheduler_errors, resolve_ratios
+from .schedule import complete_schedule, explain_optimizer_errors, explain_scheduler_errors, resolve_ratios
 from .start import drop_gradients, prepare_model, resolve_config, warn_of_half_precision
 from .temporary import temporarily
 
@@ -199,7 +199,8 @@ class EntameTrainer(Trainer):
     # The head learning rate needs a parameter group of its own before the scheduler reads the groups.
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         ours = self.optimizer is None
-        optimizer = super().create_optimizer(model)
+        with explain_optimizer_errors(self.args):
+            optimizer = super().create_optimizer(model)
         if self.args.save_strategy != SaveStrategy.NO:
             check_optimizer(self.accelerator, optimizer)
         self.head_rates.assign(optimizer, ours)

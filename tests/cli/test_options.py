@@ -193,7 +193,7 @@ def test_every_tracker_of_transformers_is_known(parser):
         ("`seed=1` or `seed`", "--seed 1 or --seed"),
         ("`overwrite=True`, `trust_remote_code`", "--overwrite, --trust_remote_code"),
         ("`find_heads` and `optim_args=a=1`", "`find_heads` and --optim_args a=1"),
-        ("`data_dir=my photos`", "--data_dir my photos"),
+        ("`data_dir=my photos`", "--data_dir 'my photos'"),
     ],
 )
 def test_parameters_in_messages_become_options(parser, message, typed):

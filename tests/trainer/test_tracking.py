@@ -6,15 +6,13 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
+from cli_folders import SCRIPT, arguments, photos, timm_folder  # noqa: F401
 from conftest import RandomImages
-from test_finetune import arguments, photos, timm_folder  # noqa: F401
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 NAMES = ("noise_share", "entropy", "features", "feature_var", "grad_norm_backbone", "head_weights")
 # Ends the process that reaches for anything but this machine.
 OFFLINE = """
