@@ -51,7 +51,7 @@ def test_an_unknown_option_ends_with_2(tmp_path, photos, timm_folder):
         ({"phi_w": 0}, "phi_w=0.0 must be a positive number"),
         ({"phi_w": -1}, "positive"),
         ({"noise_lambda": 0}, "noise_lambda"),
-        ({"entame_method": "magic"}, "base, base_wu, mei, fn, entame, keep"),
+        ({"entame_method": "magic"}, "base, base_wu, mei, fn, entame"),
         ({"num_labels": 7}, "the data has 3 classes"),
         ({"image_size": 0}, "--image_size 0"),
         ({"test_fraction": 1.5}, "--test_fraction 1.5"),
