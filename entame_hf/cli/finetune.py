@@ -91,9 +91,7 @@ def load(model_args: ModelArguments, data_args: DataArguments, args: RunArgument
 
 
 def check_classes(model_args: ModelArguments, splits: Splits) -> None:
-    """Refuse data without a training split or with another number of classes than expected."""
-    if splits.train is None:
-        raise InputError("No split 'train' to train on. Choose one with `train_split`.")
+    """Refuse data with another number of classes than expected."""
     found = len(splits.class_names)
     if model_args.num_labels not in (None, found):
         raise InputError(f"`num_labels={model_args.num_labels}`, but the data has {found} classes. Leave it out.")

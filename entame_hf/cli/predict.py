@@ -9,6 +9,7 @@ import csv
 import os
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import BaseImageProcessor, PreTrainedModel
 
-from ..data import HostBatch, ImagePipeline, Preparation, UnreadableImageError, threads
+from ..data import HostBatch, ImagePipeline, Preparation, UnreadableImageError, open_folder, threads
 from ..errors import InputError
 from ..patch import class_names
 from .arguments import option
@@ -199,10 +200,10 @@ def predictions_csv(
 
 
 def _image_files(folder: str) -> list[str]:
-    """List the images of a folder and of all folders in it."""
-    if os.path.isfile(folder):
+    """List the images of a folder or zip file, and of all folders in it."""
+    if os.path.isfile(folder) and not zipfile.is_zipfile(folder):
         return [folder]
-    files = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))
+    files = open_folder(folder).images()
     if not files:
         raise InputError(f"{folder} holds no image. Give a folder of images.")
     return files
