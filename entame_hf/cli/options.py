@@ -147,7 +147,8 @@ class OptionParser(HfArgumentParser):
         """Write the options that a message names in backticks as they are typed: `seed=1` becomes --seed 1."""
 
         def typed(match: re.Match[str]) -> str:
-            name, value = match["name"], match["value"]
+            # Python's quotes around text.
+            name, value = match["name"], match["value"] and match["value"].strip("\"'")
             if name not in self.options:
                 return match[0]
             if value == "True" and self.options[name].type is _switch:

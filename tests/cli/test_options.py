@@ -191,6 +191,7 @@ def test_every_tracker_of_transformers_is_known(parser):
     ("message", "typed"),
     [
         ("`seed=1` or `seed`", "--seed 1 or --seed"),
+        ('`entame_method="keep"`', "--entame_method keep"),
         ("`overwrite=True`, `trust_remote_code`", "--overwrite, --trust_remote_code"),
         ("`find_heads` and `optim_args=a=1`", "`find_heads` and --optim_args a=1"),
         ("`data_dir=my photos`", "--data_dir 'my photos'"),
