@@ -58,9 +58,9 @@ def batch_figure(
 
 def wrong_images_figure(
     images: Images,
-    predicted: Sequence[int],
-    true: Sequence[int],
-    confidence: Sequence[float],
+    predicted: Sequence[int] | np.ndarray,
+    true: Sequence[int] | np.ndarray,
+    confidence: Sequence[float] | np.ndarray,
     class_names: Sequence[str],
     *,
     title: str = "Most confident errors: prediction and label",
@@ -92,7 +92,7 @@ def _grid(
         return None
     columns = min(len(captions), COLUMNS)
     rows = -(-len(captions) // columns)
-    figure = Figure(figsize=(max(1.4 * columns, 3), 1.85 * rows + 0.4), dpi=150, layout="constrained")
+    figure = Figure(figsize=(max(1.4 * columns, 3), 1.75 * rows + 0.4), dpi=150, layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in panels:

@@ -74,7 +74,7 @@ def write_card(trainer: Any, *args: Any, images: bool = True, **options: Any) ->
         "error_energy": plots.error_energy_figure(history),
         "feature_variance": plots.feature_variance_curves({method: [plots.series(history, "energy/feature_var")]}),
     }
-    examples = {}
+    examples: dict[str, str] = {}
     if images:
         wrong = [] if errors is None else _evaluated_images(trainer, errors.indices)
         # `evaluate` may have been given another dataset than the trainer's own.
