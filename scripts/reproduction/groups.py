@@ -131,17 +131,7 @@ def mean(values: Values) -> float:
 
 
 def read_runs(files: Iterable[Path]) -> list[Run]:
-    """Read the runs of several suites.
-
-    Args:
-        files (iterable of `Path`): Parquet files that `reproduce.py run` wrote.
-
-    Returns:
-        `list[Run]`: In an order that does not depend on that of files and rows. Equal runs count once.
-
-    Raises:
-        InputError: A file is missing, holds other rows, or there are no rows.
-    """
+    """Read the runs of several Parquet files, in an order of their own; equal runs count once."""
     rows: dict[str, Row] = {}
     for file in files:
         found = read_rows(file)
@@ -154,12 +144,9 @@ def read_runs(files: Iterable[Path]) -> list[Run]:
 
 
 def varied_settings(runs: Iterable[Run]) -> Varied:
-    """Find the settings that vary in each combination: those of which one method has several values there.
+    """Find the settings that vary in each combination, with their values: one method has several values there.
 
     A method's own settings and a suite's overrides do not count.
-
-    Returns:
-        `dict`: Values by setting, by combination; without the combinations where nothing varies.
     """
     settings: dict[tuple[Combination, str], list[dict[str, Any]]] = {}
     for run in runs:
@@ -177,14 +164,7 @@ def groups_of(runs: Iterable[Run], varied: Varied, beside: Collection[str] = ())
     """Group runs by the values of the settings that vary.
 
     A run whose value is not one of the varied ones (a method that sets its own) joins all groups of its combination.
-
-    Args:
-        runs (iterable of `Run`): All or some of the runs in which settings vary.
-        varied (`dict`): What [`varied_settings`] returned.
-        beside (collection of `str`, *optional*): Settings that may vary within a group.
-
-    Returns:
-        `list[Group]`: Sorted by their titles, which say the values.
+    Settings named in `beside` may vary within a group.
     """
     members: dict[str, list[Run]] = {}
     for run in runs:

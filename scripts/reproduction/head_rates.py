@@ -22,26 +22,18 @@ FIRST_DELTA = 0.25
 
 @dataclass(frozen=True)
 class Sweep:
-    """One method on one combination at one base learning rate, over head learning rates.
+    """One method on one combination at one base learning rate, over head learning rates."""
 
-    Args:
-        setting (`str`): The group's title.
-        base (`float`): The base learning rate.
-        method (`str`): The method's name.
-        optimizer (`str`): The optimizer's name.
-        curve (`dict[float, dict]`): What was measured at each head learning rate that was set, by seed.
-        ruled (`dict`): What was measured at the rule's rate, by seed.
-        rate (`float`): The rule's rate; the geometric mean over seeds.
-        unit (`float`): The rule's rate for δ = 1.
-    """
-
+    # The group's title.
     setting: str
     combination: Combination
     base: float
     method: str
     optimizer: str
+    # By seed: at each head learning rate that was set, and at the rule's.
     curve: dict[float, Values]
     ruled: Values
+    # The rule's rate, as measured and for δ = 1: geometric means over seeds.
     rate: float
     unit: float
 
@@ -69,12 +61,7 @@ def split(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
 
 
 def sweeps(groups: Iterable[Group], of: Measure = final) -> list[Sweep]:
-    """Arrange what was measured by combination, base learning rate and method, where rates were set and measured.
-
-    Args:
-        groups (iterable of [`Group`]): Runs that may differ in their base and head learning rates.
-        of (`Callable`, *optional*): What was measured; accuracy at the end by default.
-    """
+    """Arrange runs by combination, base learning rate and method, where head learning rates were set and measured."""
     found = []
     for group in groups:
         for combination in group.combinations:
@@ -150,11 +137,7 @@ def rule_table(found: Sequence[Sweep]) -> str:
 
 
 def one_rate_table(found: Sequence[Sweep]) -> str:
-    """Compare the rule with one head learning rate for all combinations: one row a base learning rate and method.
-
-    Returns:
-        `str`: A table of means over combinations, or nothing if no row has three combinations and two rates.
-    """
+    """Compare the rule with one head learning rate for three or more combinations: a row a base rate and method."""
     tables = {
         key: same
         for key, same in _together(found, lambda sweep: (sweep.title, sweep.method)).items()
@@ -225,12 +208,7 @@ def delta_table(found: Sequence[Sweep]) -> str:
 def delta_costs(curve: Mapping[float, Values], unit: float) -> dict[float, float]:
     """Return what each δ costs: the best mean over the rates that were set, minus that at the δ's rate.
 
-    Args:
-        curve (`dict`): Values by seed, by head learning rate.
-        unit (`float`): The rate for δ = 1.
-
-    Returns:
-        `dict[float, float]`: By δ. Means are interpolated linearly in log(rate); rates beyond the curve are left out.
+    `unit` is the rate for δ = 1. Means are interpolated linearly in log(rate); rates beyond the curve are left out.
     """
     rates = sorted(curve)
     means = [mean(curve[rate]) for rate in rates]

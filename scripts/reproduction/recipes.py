@@ -74,14 +74,9 @@ def counts_table(groups: Sequence[Group]) -> str:
     for recipe in recipes_of(groups):
         found = [*standings(groups, recipe)]
         by_group = [[it.reached for it in found if it.group is group] for group in groups]
-        rows.append(
-            [
-                recipe,
-                *(f"{sum(reached)} of {len(reached)}" for reached in by_group),
-                f"**{sum(it.reached for it in found)} of {len(found)}**",
-                *(_mean_where(found, recipe, of) for of in (final, early)),
-            ]
-        )
+        counts = [f"{sum(reached)} of {len(reached)}" for reached in by_group]
+        total = f"**{sum(it.reached for it in found)} of {len(found)}**"
+        rows.append([recipe, *counts, total, *(_mean_where(found, recipe, of) for of in (final, early))])
     return markdown(["", *(group.title for group in groups), "all", "at the end", "first 10 steps"], rows)
 
 
@@ -120,8 +115,7 @@ def leads_table(groups: Sequence[Group], recipe: str) -> str:
 def own_best_table(groups: Sequence[Group], recipe: str) -> str:
     """Compare methods where each takes its best group on every combination, such as its best learning rate.
 
-    Returns:
-        `str`: One row a method, and one for the best of the others on each combination.
+    The last row takes the best of the others on each combination.
     """
     best: dict[str, dict[Combination, float]] = {}
     for method in _methods(groups):
@@ -132,14 +126,8 @@ def own_best_table(groups: Sequence[Group], recipe: str) -> str:
     ours = best[name_of(recipe)]
     others = [values for values in best.values() if values is not ours]
     best["best of the others"] = {each: max(values[each] for values in others if each in values) for each in ours}
-    rows = [
-        [
-            name,
-            f"{mean(values):.1f}" if values else MISSING,
-            "" if values is ours else lead_entry(paired(ours, values), median=True),
-        ]
-        for name, values in best.items()
-    ]
+    leads = {n: "" if values is ours else lead_entry(paired(ours, values), median=True) for n, values in best.items()}
+    rows = [[n, f"{mean(values):.1f}" if values else MISSING, leads[n]] for n, values in best.items()]
     return markdown(["", "at the end", f"{recipe}'s lead"], rows)
 
 

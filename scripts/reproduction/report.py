@@ -84,20 +84,7 @@ which is chosen by the same runs:""",
 
 
 def write_report(results: list[Path], output: Path, all_pictures: bool = False) -> list[Path]:
-    """Write `report.md` and its picture; the same rows give the same page.
-
-    Args:
-        results (`list[Path]`): Parquet files of any suites.
-        output (`Path`): The folder to write to; files of these names are replaced.
-        all_pictures (`bool`, *optional*, defaults to `False`):
-            Whether to draw the accuracy and feature variance of every model too.
-
-    Returns:
-        `list[Path]`: The page and the pictures.
-
-    Raises:
-        InputError: A file is missing or holds other rows.
-    """
+    """Write `report.md` and its picture, or all pictures; return their paths. The same rows give the same page."""
     runs = read_runs(results)
     varied = varied_settings(runs)
     compared, swept = head_rates.split(runs)

@@ -50,17 +50,7 @@ def identity(model: str, dataset: str, method: str, seed: int, settings: dict[st
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """Read the rows of a suite: those in the Parquet file, and those in the work file of a run that was killed.
-
-    Args:
-        path (`Path`): The Parquet file. A missing file has no rows.
-
-    Returns:
-        `dict[str, dict]`: Rows by their [`identity`], sorted by it.
-
-    Raises:
-        InputError: The file is not one that `reproduce.py run` wrote.
-    """
+    """Read the rows of a Parquet file and of its work file, by their [`identity`]; missing files have no rows."""
     rows = []
     if path.is_file():
         try:
@@ -87,11 +77,9 @@ def read_rows(path: Path) -> dict[str, Row]:
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row to the work file; a killed process loses at most the row that it was writing.
+    """Append a row to the work file of a Parquet file; a killed process loses at most the row that it was writing.
 
-    Args:
-        path (`Path`): The suite's Parquet file.
-        row (`dict`): Values for the columns of [`SCHEMA`]; "settings" and "versions" are dicts. NaN is refused.
+    The row has the columns of [`SCHEMA`], with dicts for "settings" and "versions". NaN is refused.
     """
     text = json.dumps(row, allow_nan=False) + "\n"
     with _locked(work_file(path)) as file:

@@ -49,20 +49,7 @@ def plan(experiments: list[Experiment], results: Path) -> str:
 
 
 def run_suite(name: str, experiments: list[Experiment], results: Path, place: Place) -> int:
-    """Run this process's part of the runs that are left.
-
-    Args:
-        name (`str`): The suite's name.
-        experiments (`list[Experiment]`): All runs, the same list in every process.
-        results (`Path`): The Parquet file. Runs whose row it has are skipped.
-        place ([`Place`]): Which of the launched processes this is.
-
-    Returns:
-        `int`: The exit code: 1 if a run failed, which does not stop the others.
-
-    Raises:
-        InputError: The file cannot be written, or holds other rows.
-    """
+    """Run this process's part of the runs that have no row in `results`; return 1 if one of them failed, else 0."""
     try:
         results.parent.mkdir(parents=True, exist_ok=True)
         work_file(results).open("a").close()
@@ -106,15 +93,9 @@ def run_suite(name: str, experiments: list[Experiment], results: Path, place: Pl
 
 
 def run_experiment(experiment: Experiment) -> Row:
-    """Train and evaluate once.
+    """Train and evaluate once; return the result row, without what all rows of a process share.
 
     On a CPU, the same experiment gives the same row, whatever ran before.
-
-    Args:
-        experiment ([`Experiment`]): What to train.
-
-    Returns:
-        `dict`: The result row, without what all rows of a process share.
     """
     settings = experiment.settings
     colours = (tuple(settings.get(f"image_{name}", ())) for name in ("mean", "std"))
@@ -158,11 +139,7 @@ def run_experiment(experiment: Experiment) -> Row:
     log = trainer.state.log_history
     evaluations = sorted({entry["step"]: entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry}.items())
     return {
-        "model": experiment.model,
-        "dataset": experiment.dataset,
-        "method": experiment.method,
-        "seed": experiment.seed,
-        "settings": settings,
+        **vars(experiment),
         "classes": train.pipeline.num_classes,
         "train_size": len(train),
         "test_size": len(test),

@@ -44,13 +44,6 @@ def paired(first: Values, second: Values | None = None) -> Comparison | None:
     Returns:
         [`Comparison`] or `None`: `None` if no key is shared. If all differences are equal, p is 1 for zero and 0
         otherwise.
-
-    Example:
-
-    ```python
-    >>> paired({0: 3.0, 1: 5.0, 2: 4.0}, {0: 1.0, 1: 2.0, 2: 3.0}).difference
-    2.0
-    ```
     """
     if second is None:
         second = dict.fromkeys(first, 0.0)
@@ -70,15 +63,7 @@ def paired(first: Values, second: Values | None = None) -> Comparison | None:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p-values for their number by Holm's step-down method, which is valid under any dependence.
-
-    Example:
-
-    ```python
-    >>> holm([0.01, 0.04, 0.03])
-    [0.03, 0.06, 0.06]
-    ```
-    """
+    """Adjust p-values for their number by Holm's step-down method, which is valid under any dependence."""
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))

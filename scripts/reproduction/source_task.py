@@ -128,15 +128,7 @@ class SourceTask(BatchDataset):
 
 
 def render(shapes: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a batch of images of shapes.
-
-    Args:
-        shapes (`torch.Tensor`): (N, 64, 64), uint8.
-        generator (`torch.Generator`): A generator on the shapes' device.
-
-    Returns:
-        `torch.Tensor`: (N, 3, 64, 64), normalised with [`MEAN`] and [`STD`].
-    """
+    """Draw images (N, 3, 64, 64), normalised with [`MEAN`] and [`STD`], of shapes (N, 64, 64), uint8."""
     count, device = len(shapes), shapes.device
 
     def uniform(low: float, high: float, *size: int) -> Tensor:

@@ -45,13 +45,6 @@ def load_model(source: str, num_classes: int) -> nn.Module:
 
     Raises:
         InputError: The source cannot be loaded, or its package is not installed.
-
-    Example:
-
-    ```python
-    >>> torch.manual_seed(0)
-    >>> model = load_model("efficientnet_lite0", num_classes=10)
-    ```
     """
     return apply_entame(deepcopy(_pretrained(source)), EntameConfig.for_method("keep"), num_labels=num_classes)
 
@@ -87,13 +80,6 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
 
     Raises:
         InputError: The source cannot be loaded, has no such column, or its package is not installed.
-
-    Example:
-
-    ```python
-    >>> load_data("mnist_5k")["train"].num_rows
-    4000
-    ```
     """
     name, _, part = source.partition("@")
     if part == VALIDATION:

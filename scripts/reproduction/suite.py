@@ -50,13 +50,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Experiment:
-    """Describe one run.
-
-    Args:
-        model, dataset, method (`str`): Labels.
-        seed (`int`): Draws the head, the order of the images and their flips.
-        settings (`dict`): Everything else that the result depends on, with the sources of model and dataset.
-    """
+    """Labels, seed and settings of one run; settings hold all else that its result depends on."""
 
     model: str
     dataset: str
@@ -74,17 +68,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Suite:
-    """Hold a suite's file, checked.
-
-    Args:
-        name (`str`): The file's name without its suffix.
-        models, datasets (`dict[str, str]`): Sources by label.
-        methods (`dict[str, dict]`): Arguments by label.
-        seeds (`int`): The number of seeds, from 0.
-        common (`dict`): Settings of all runs.
-        grid (`dict[str, list]`): Values by argument; each combination of values is a run.
-        overrides (`list[tuple[dict, dict]]`): Labels that select runs, and their settings. Later ones win.
-    """
+    """A checked suite: sources and arguments by label, and settings of all runs, of the grid and of overrides."""
 
     name: str
     models: dict[str, str]
@@ -102,15 +86,7 @@ class Suite:
         methods: list[str] | None = None,
         seeds: int | None = None,
     ) -> list[Experiment]:
-        """List the runs, one seed after the other, so that a stopped suite has complete seeds.
-
-        Args:
-            models, datasets, methods (`list[str]`, *optional*): Labels to run; all by default.
-            seeds (`int`, *optional*): The number of seeds to run; all by default.
-
-        Raises:
-            InputError: A label is unknown, or a run's arguments are not valid.
-        """
+        """List the runs of some labels and seeds, or of all; one seed after the other, so that seeds get complete."""
         chosen = [
             labels if given is None else known(given, f"--{name}", labels)
             for name, given, labels in (
@@ -163,15 +139,7 @@ class Suite:
 
 
 def run_arguments(settings: Settings, **ours: Any) -> RunArguments:
-    """Build a run's arguments.
-
-    Args:
-        settings (`dict`): An experiment's settings, or some of them.
-        ours: Arguments that the harness sets; settings override them.
-
-    Raises:
-        InputError: A value does not fit its argument.
-    """
+    """Build a run's arguments from its settings, which override `ours`."""
     given = {name: value for name, value in settings.items() if not name.startswith(_NOT_ARGUMENTS)}
     argv = []
     for name, value in (ours | given).items():
@@ -193,14 +161,7 @@ def _parser() -> OptionParser:
 
 
 def read_suite(name: str) -> Suite:
-    """Read a suite's file.
-
-    Args:
-        name (`str`): A name in `scripts/suites`, or the path of a YAML file.
-
-    Raises:
-        InputError: There is no such suite, or its file has an error; the message says what is allowed.
-    """
+    """Read the YAML file of a suite, by its name in `scripts/suites` or its path."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else SUITES / f"{name}.yaml"
     if not path.is_file():
         names = ", ".join(sorted(suite.stem for suite in SUITES.glob("*.yaml")))
@@ -242,11 +203,7 @@ def read_suite(name: str) -> Suite:
 
 
 def known(given: list[Any], where: str, allowed: Any) -> list[Any]:
-    """Return names if all of them are allowed and there are any.
-
-    Raises:
-        InputError: They are not.
-    """
+    """Return names if there are any and all of them are allowed; refuse them otherwise."""
     for name in given:
         if name not in allowed:
             raise InputError(f"{where}: {name!r} is unknown. Allowed: {', '.join(allowed)}.")
