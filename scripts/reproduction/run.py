@@ -181,7 +181,8 @@ def _scratch() -> TemporaryDirectory:
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    classes, _ = prediction.predictions
+    # Beside each class is the model's confidence.
+    classes = prediction.predictions[0]
     return {"accuracy": round(float(np.mean(classes == prediction.label_ids)), 6)}
 
 
