@@ -93,6 +93,10 @@ class HeadArguments:
         default=None,
         metadata={"help": "Freeze the backbone's BatchNorm running statistics, and normalise by them.", **FLAG},
     )
+    informed_samples: int = field(
+        default=50_000,
+        metadata={"help": "Training images that entame_method=informed fits the head to, before the first step."},
+    )
     energy_logging_steps: int = field(
         default=20,
         metadata={"help": "Measure the error of so many first steps, then of the logged ones. 0 turns it off."},
@@ -166,8 +170,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             `lr_scheduler_kwargs={"num_decay_steps": 0.2, "decay_type": "linear"}`. Options that you set override the
             recipe, and so does the config that [`apply_entame`] got.
         entame_method (`str`, *optional*):
-            `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"` or `"keep"`; see [`EntameConfig.for_method`]. Defaults
-            to the config that [`apply_entame`] got, else to `"entame"`.
+            `"base"`, `"base_wu"`, `"mei"`, `"fn"`, `"entame"`, `"informed"` or `"keep"`; see
+            [`EntameConfig.for_method`]. Defaults to the config that [`apply_entame`] got, else to `"entame"`.
         phi_w (`float`, *optional*): φ_w, the variance of the head's initial weights. Defaults to 1e-12.
         noise_lambda (`float`, *optional*): λ, which replaces `phi_w` by (γλ/C)² with γ = `learning_rate`.
         znorm_momentum (`float`, *optional*):
@@ -187,6 +191,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         freeze_statistics (`bool`, *optional*):
             Freeze the backbone's BatchNorm running statistics, and normalise by them in training as in evaluation;
             its weights learn. See [`frozen_statistics`]. Defaults to `False`.
+        informed_samples (`int`, *optional*, defaults to 50,000):
+            Training images that `entame_method="informed"` fits the head to, before the first step. More are sampled,
+            with the classes' proportions.
         energy_logging_steps (`int`, *optional*, defaults to 20):
             Measure and log the error of so many first steps, see [`EnergyRecorder`], then of the steps whose loss is
             logged. 0 turns it off.
@@ -249,6 +256,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         for name in ("head_warmup_steps", "energy_logging_steps"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 or a number of steps.")
+        if self.informed_samples < 1:
+            raise ValueError(f"informed_samples={self.informed_samples} must be a number of images, such as 50000.")
 
     def _fill_schedule(self) -> None:
         """Take the schedule from the recipe: Trainer reads these fields, so they cannot stay `None`."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -38,6 +38,11 @@ class BatchDataset(Dataset):
 
     def start_workers(self, count: int) -> None:
         """Start processes that decode; none by default."""
+
+    @contextmanager
+    def evaluation_view(self) -> Iterator[BatchDataset]:
+        """Show the same images as evaluation sees them; by default there is no difference."""
+        yield self
 
     def finish(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
         """Turn what was read into a model's input on a device."""

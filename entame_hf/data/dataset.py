@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -194,6 +195,22 @@ class ClassificationDataset(BatchDataset):
         other.pipeline = ImagePipeline(preparation, self.pipeline.augmentation, self.pipeline.num_classes)
         other._cache, other._workers = other._open_cache(), Workers(other._decode_row)
         return other
+
+    @contextmanager
+    def evaluation_view(self) -> Iterator[ClassificationDataset]:
+        """Show the same images as evaluation sees them; cache and flags are shared.
+
+        No augmentation, of whole images the part that evaluation crops, and stand-ins labelled -100. Processes that
+        decode for this view end with the context.
+        """
+        view = copy.copy(self)
+        preparation = self.pipeline.preparation
+        view.pipeline = ImagePipeline(preparation, None, self.pipeline.num_classes, preparation.evaluation_crop())
+        view.evaluation, view._workers = True, Workers(view._decode_row)
+        try:
+            yield view
+        finally:
+            view._workers.stop()
 
     def content_hashes(self) -> NDArray[np.uint64]:
         """Return a hash of each image's file: uint64 (N,), 0 for images that are not cached."""

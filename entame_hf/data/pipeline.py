@@ -18,7 +18,7 @@ from .batches import to_device
 from .images import UnreadableImageError, decode_image, encoded_bytes
 from .jpeg import common_jpeg, decode_on_gpu, decode_pixels
 from .preparation import Preparation
-from .resampling import ResizeCrop, crop_and_resize
+from .resampling import EvaluationCrop, ResizeCrop, crop_and_resize
 from .workers import threads
 
 # Limits a batch on the GPU: with float16 intermediates, under a gigabyte of its memory.
@@ -65,13 +65,21 @@ class ImagePipeline:
         preparation ([`Preparation`]): per-image work.
         augmentation ([`Augmentation`], *optional*): what is done to images in training; by default nothing.
         num_classes (`int`): the number of classes.
+        crop ([`EvaluationCrop`], *optional*): for whole images without augmentation.
 
     Attributes:
         length (`int`): B, the bytes of an image's prepared pixels.
     """
 
-    def __init__(self, preparation: Preparation, augmentation: Augmentation | None, num_classes: int):
+    def __init__(
+        self,
+        preparation: Preparation,
+        augmentation: Augmentation | None,
+        num_classes: int,
+        crop: EvaluationCrop | None = None,
+    ):
         self.preparation, self.augmentation, self.num_classes = preparation, augmentation, num_classes
+        self._crop = crop
         height, width = preparation.size
         self.length = 3 * height * width * preparation.dtype.itemsize
         self._affine: dict[str, tuple[Tensor, Tensor]] = {}
@@ -143,6 +151,8 @@ class ImagePipeline:
         augmentation = self.augmentation
         if augmentation:
             pixels = augmentation(pixels, batch.ratios, self.preparation.output_size, batch.rows, batch.epoch)
+        elif self._crop:
+            pixels = self._crop(pixels, batch.ratios, self.preparation.output_size)
         # Once a device: the host waits for a copy in each batch.
         if str(device) not in self._affine:
             self._affine[str(device)] = self.preparation.scale.to(device), self.preparation.shift.to(device)

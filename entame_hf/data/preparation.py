@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional as F
 from transformers import BaseImageProcessor
 
 from ..errors import InputError
-from .resampling import ResizeCrop, find_resize_crop
+from .resampling import EvaluationCrop, ResizeCrop, find_resize_crop
 from .transforms import Transform, evaluation_transform, output_size, pixel_transform, set_image_size
 
 # A crop of half of an image's area is then as sharp as the model's input.
@@ -64,7 +64,7 @@ class Preparation:
     """
 
     def __init__(self, processor: BaseImageProcessor, exact: bool = True, whole: bool = False):
-        self._exact, self._whole = exact, whole
+        self._exact, self._whole, self._processor = exact, whole, processor
         self.output_size = output_size(processor)
         self._canvas = round(_CANVAS * max(self.output_size)) if whole else None
         if self._canvas:
@@ -109,6 +109,10 @@ class Preparation:
     def with_processor(self, processor: BaseImageProcessor) -> Preparation:
         """Prepare as another processor does, for the same purpose."""
         return Preparation(processor, self._exact, self._whole)
+
+    def evaluation_crop(self) -> EvaluationCrop | None:
+        """Build what crops a batch of whole images as evaluation does; `None` if images are not kept whole."""
+        return EvaluationCrop(Preparation(self._processor, exact=False).resize_crop) if self._whole else None
 
     def convert(self, image: Image.Image) -> Image.Image | Tensor:
         """Convert an image to the type that this preparation takes."""

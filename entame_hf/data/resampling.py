@@ -134,3 +134,37 @@ def _difference(candidate: ResizeCrop, probe: Image.Image, pixels: Tensor) -> fl
     box = torch.tensor([candidate.box(probe.height, probe.width)])
     given = crop_and_resize(pil_to_tensor(probe)[None], box, candidate.size, candidate.filter)[0]
     return float((given.clamp(0, 255) - pixels).abs().mean())
+
+
+class EvaluationCrop:
+    """Take of whole images, resized to squares, what evaluation takes of them.
+
+    Args:
+        resize_crop ([`ResizeCrop`], *optional*): the processor's; by default all of the image.
+    """
+
+    def __init__(self, resize_crop: ResizeCrop | None) -> None:
+        self._resize_crop = resize_crop
+
+    def __call__(self, pixels: Tensor, ratios: Tensor, size: tuple[int, int]) -> Tensor:
+        """Crop and resize a batch.
+
+        Args:
+            pixels (`torch.Tensor`): uint8 (N, C, H, W).
+            ratios (`torch.Tensor`): float32 (N,) on the CPU, width over height before images were resized.
+            size (`tuple[int, int]`): height and width of the result.
+
+        Returns:
+            `torch.Tensor`: floating (N, C, *size).
+        """
+        crop = self._resize_crop or ResizeCrop(size)
+        # The shape of an image of this ratio; its scale does not matter.
+        shapes = [(_LARGE, _LARGE * ratio) for ratio in ratios.tolist()]
+        boxes = torch.tensor([crop.box(round(height), max(round(width), 1)) for height, width in shapes])
+        whole = torch.tensor([[height, width, height, width] for height, width in shapes])
+        scale = torch.tensor([pixels.shape[2], pixels.shape[3]] * 2)
+        return crop_and_resize(pixels, to_device(boxes / whole * scale, pixels.device), size).clamp(0, 255)
+
+
+# Sides of this length round next to nothing.
+_LARGE = 10_000

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -143,6 +145,16 @@ class StreamingDataset(BatchDataset, IterableDataset):
     def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device: see [`ImagePipeline.finish`]."""
         return self.pipeline.finish(batch, device)
+
+    @contextmanager
+    def evaluation_view(self) -> Iterator[StreamingDataset]:
+        """Show the same stream as evaluation sees its images: without augmentation, and stand-ins labelled -100."""
+        view = copy.copy(self)
+        preparation = self.pipeline.preparation
+        view.pipeline = ImagePipeline(preparation, None, self.pipeline.num_classes, preparation.evaluation_crop())
+        # What it reads is read again in training, and counts there.
+        view.evaluation, view.unreadable, view._classes = True, {}, self._classes.copy()
+        yield view
 
     def summary(self) -> str | None:
         """Name the unreadable images in one line; `None` if there are none so far."""

@@ -149,6 +149,8 @@ def run_model(model: nn.Module, inputs: Any) -> Any:
     weight = next(model.parameters())
 
     def ready(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         return value.to(weight.device, weight.dtype if value.is_floating_point() else None)
 
     if isinstance(inputs, Mapping) and isinstance(base_model(model), PreTrainedModel):

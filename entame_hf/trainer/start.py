@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,14 @@ def resolve_config(entame: EntameConfig | None, args: HeadArguments, model: nn.M
     Returns:
         [`EntameConfig`]
     """
-    return args.entame_config(applied_config(model)) if entame is None else entame
+    config = args.entame_config(applied_config(model)) if entame is None else entame
+    if config.init != "ridge" or not config.feature_norm:
+        return config
+    # The mean of normalised features folds into a bias. A ridge head over raw features needs none.
+    lacking = [head.path for head in find_heads(model, config.head) if head.module.bias is None]
+    if lacking:
+        logger.warning_once(f"{', '.join(lacking)} has no bias: the informed head reads raw features.")
+    return replace(config, feature_norm=not lacking)
 
 
 def explain_precedence(entame: EntameConfig | None, args: HeadArguments, model: nn.Module) -> None:
@@ -86,6 +94,8 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
     trainer.attempts += 1
     if args.device.type == "cpu" and not sharded:
         model.to(memory_format=torch.channels_last)
+    if checkpoint is None and config.init == "ridge":
+        trainer.head_fitter.fit()
     if own.freeze_backbone:
         trainer.frozen.enter_context(frozen_backbone(model, trainer.heads()))
     elif own.resolve("freeze_statistics"):

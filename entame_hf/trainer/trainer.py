@@ -27,6 +27,7 @@ from .energies import BaseNoise, EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows
 from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
+from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
 from .loader import (
     has_batch_norm,
@@ -133,8 +134,9 @@ class EntameTrainer(Trainer):
         self.read_labels = LabelReader()
         self.card_options: dict[str, Any] = {}
         self.energies, self.head_rates, self.base_noise = EnergyRecorder(self), HeadRates(self), BaseNoise(self)
+        self.head_fitter = HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
-        observers = (self.evaluations, self.base_noise, self.energies, self.head_rates)
+        observers = (self.evaluations, self.base_noise, self.head_fitter, self.energies, self.head_rates)
         for callback in (BestCheckpointFinder(), OwnRandomness(), TrainedMark(), *observers, CheckpointUploads(self)):
             self.add_callback(callback)
         # What is frozen while train() runs, and how often a batch size was tried in it.

@@ -1,0 +1,175 @@
+"""Fit the heads to the training images before a run, and re-estimate feature statistics with current weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderStateMixin
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from ..data import BatchDataset, ClassificationDataset, batch_loader
+from ..errors import InputError
+from ..heads import find_heads
+from ..patch import HeadFeatures, HeadFit, collect_head_features, fit_to_features
+from .labels import has_several_labels
+from .loader import prepared_loader
+from .loss import ClassificationLoss
+
+logger = logging.get_logger(__name__)
+
+KEY = "probe_accuracy"
+
+
+class HeadFitter(TrainerCallback):
+    """Fit the heads of a trainer's model to its training images, and log what to expect of unseen ones.
+
+    Args:
+        trainer ([`EntameTrainer`]): the trainer; callbacks are not told.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._fits: list[HeadFit] = []
+        # What the last fit was made from, for the next trial of a search.
+        self._known: tuple[str, list[HeadFeatures]] | None = None
+
+    def fit(self) -> None:
+        """Fit the heads, which were drawn before: see [`fit_head`]."""
+        trainer = self.trainer
+        config, count = trainer.entame_config(), trainer.head_args.informed_samples
+        if has_several_labels(trainer.model):
+            raise InputError(
+                "The informed head is fitted to one class an image, and this model's problem_type is "
+                'multi_label_classification. Use entame_method="entame".'
+            )
+        heads = find_heads(trainer.model, config.head)
+        # A search tries the same backbone several times.
+        repeats = trainer.model_init is not None or trainer.args.auto_find_batch_size
+        key = _digest(trainer, [head.module for head in heads], count) if repeats else ""
+        if self._known is None or not repeats or self._known[0] != key:
+            batches = _training_batches(trainer, count, "Fitting the head")
+            with _on_device(trainer), trainer.compute_loss_context_manager(), closing(batches):
+                read = (trainer.read_labels(batch, trainer.model) for batch in batches)
+                features = collect_head_features(trainer.model, heads, read, count)
+            self._known = (key, [_to(read, "cpu") for read in features]) if repeats else None
+        else:
+            features = [_to(read, trainer.args.device) for read in self._known[1]]
+        loss = trainer.label_smoother
+        weights = loss.class_weights if isinstance(loss, ClassificationLoss) else None
+        self._fits = fit_to_features(heads, features, config.eps, weights)
+
+    # Reporting callbacks are ready then, and the state is the run's.
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        fits, self._fits = self._fits, []
+        if not fits:
+            return
+        first = fits[0]
+        logger.info(
+            f"Before any training: {first.accuracy:.1%} expected on unseen images, by leaving one out of "
+            f"{first.samples:,}."
+        )
+        several = {f"{KEY}/{fit.path}": fit.accuracy for fit in fits[1:]}
+        self.trainer.log({KEY: first.accuracy, "probe_samples": first.samples, **several})
+
+
+def stratified_rows(labels: Tensor, count: int, seed: int) -> list[int]:
+    """Choose rows at random so that classes keep their proportions.
+
+    Args:
+        labels (`torch.Tensor` of shape `(n,)`): the class of each row.
+        count (`int`): how many.
+        seed (`int`): the same seed chooses the same rows.
+
+    Returns:
+        `list[int]`: in ascending order; all rows if they are no more than `count`.
+    """
+    if len(labels) <= count:
+        return list(range(len(labels)))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    by_class = order[labels[order].argsort(stable=True)]
+    # Evenly spaced among rows that are ordered by class.
+    return by_class[torch.arange(count) * len(labels) // count].sort().values.tolist()
+
+
+def _training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
+    """Iterate over batches of the training images, as evaluation sees them where the dataset can show them so."""
+    dataset, args = trainer.train_dataset, trainer.args
+    size, processes = args.eval_batch_size, args.world_size
+    if isinstance(dataset, ClassificationDataset):
+        seed = args.seed if args.data_seed is None else args.data_seed
+        rows: Any = stratified_rows(dataset.labels, count, seed)[args.process_index :: processes]
+        with dataset.evaluation_view() as view:
+            loader: Any = batch_loader(view, size, args.device, rows, num_workers=args.dataloader_num_workers)
+            batches = (batch.to(args.device) for batch in loader)
+            yield from _progress(batches, len(loader), title, args)
+        return
+    if isinstance(dataset, BatchDataset):
+        with dataset.evaluation_view() as view:
+            loader, _ = prepared_loader(view, size, None, args, trainer.accelerator)
+            yield from _progress(_first(loader, -(-count // (size * processes))), None, title, args)
+        return
+    loader = trainer.get_train_dataloader()
+    number = -(-count // (trainer._train_batch_size * processes))
+    if isinstance(dataset, IterableDataset):
+        logger.info(f"{title}: the first {count:,} images of the stream, as training sees them.")
+    else:
+        number = min(number, len(loader))
+    yield from _progress(_first(loader, number), number, title, args)
+
+
+def _first(loader: Any, number: int) -> Iterator[Any]:
+    """Iterate over the first batches of a loader that accelerate has prepared."""
+    try:
+        yield from islice(loader, number)
+    finally:
+        if isinstance(loader, DataLoaderStateMixin):
+            # accelerate would take this loader for the one that the training reads.
+            loader.end()
+
+
+def _progress(batches: Iterable[Any], total: int | None, title: str, args: TrainingArguments) -> Iterator[Any]:
+    hidden = args.disable_tqdm or not args.should_log
+    yield from tqdm(batches, title, total, disable=hidden, leave=False)
+
+
+@contextmanager
+def _on_device(trainer: Any) -> Iterator[None]:
+    """Let a model that is sharded later be on the device, whole, while this context lasts."""
+    model, device = trainer.model, trainer.args.device
+    before = next(model.parameters()).device
+    if before == device:
+        yield
+        return
+    model.to(device)
+    try:
+        yield
+    finally:
+        model.to(before)
+
+
+def _to(read: HeadFeatures, device: torch.device | str) -> HeadFeatures:
+    return replace(read, **{name: tensor.to(device) for name, tensor in vars(read).items()})
+
+
+def _digest(trainer: Any, heads: list[nn.Module], count: int) -> str:
+    """Identify what features depend on: the backbone's values and the images."""
+    own = {id(tensor) for head in heads for tensor in (*head.parameters(), *head.buffers())}
+    images = (id(trainer.train_dataset), count, trainer.args.seed, trainer.args.data_seed)
+    sums = hashlib.blake2b(str(images).encode())
+    for name, tensor in trainer.model.state_dict(keep_vars=True).items():
+        if id(tensor) not in own:
+            sums.update(name.encode())
+            sums.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return sums.hexdigest()
