@@ -157,7 +157,7 @@ class Augmentation:
 
         Args:
             pixels (`torch.Tensor`): floating-point (N, C, H, W).
-            labels (`torch.Tensor`): int64 (N,).
+            labels (`torch.Tensor`): int64 (N,), or float32 (N, classes).
             classes (`int`): the number of classes.
             rows, epoch: as for augmenting.
 
@@ -178,7 +178,7 @@ class Augmentation:
         )
         inside = rows_inside[:, :, None] & columns_inside[:, None, :]
         weight = torch.where(_on(cuts[:, None, None], pixels), 1 - inside.float(), _on(own[:, None, None], pixels))
-        targets = one_hot(labels, classes).float()
+        targets = labels if labels.ndim == 2 else one_hot(labels, classes).float()
         places = np.arange(len(rows))
         other = _on(np.minimum(places ^ 1, len(rows) - 1), pixels)
         return (

@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import InputError
 from .workers import threads
+
+_MULTI_LABEL = (
+    'For several classes an image, set `model.config.problem_type = "multi_label_classification"` and pass your own '
+    "dataset to EntameTrainer; energies are off then."
+)
 
 
 def find_image_column(features: Features, name: str | None = None) -> str:
@@ -76,12 +83,62 @@ def label_values(dataset: Dataset, column: str) -> pa.ChunkedArray:
     return dataset.select_columns([column]).with_format("arrow")[:].column(column)
 
 
+def label_indices(dataset: Dataset, column: str) -> NDArray[np.int64]:
+    """Read class indices: int64 (N,); of rows that hold shares of classes, the index of the largest.
+
+    Raises:
+        InputError: If labels are missing, or no class indices.
+    """
+    shares = label_shares(dataset, column)
+    if shares is not None:
+        return shares.argmax(1)
+    values = label_values(dataset, column)
+    if values.null_count:
+        raise InputError(f"{values.null_count:,} of {len(values):,} rows have no label in column {column!r}.")
+    if not (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)):
+        raise InputError(
+            f"Column {column!r} holds {values.type} and no class indices. Turn it into a `datasets.ClassLabel` with "
+            f"`dataset.class_encode_column({column!r})`."
+        )
+    return values.to_numpy().astype(np.int64)
+
+
+def label_shares(dataset: Dataset, column: str, split: str = "train") -> NDArray[np.float32] | None:
+    """Read rows of one number a class: float32 (N, C); `None` for a column of another kind.
+
+    Raises:
+        InputError: If rows don't sum to 1: several classes an image need another loss.
+    """
+    if not is_list(dataset.features[column]):
+        return None
+    values = label_values(dataset, column)
+    lengths = pc.unique(pc.list_value_length(values)).to_pylist()
+    flat = pc.list_flatten(values)
+    where = f"Column {column!r} of split {split!r}"
+    if len(lengths) != 1 or not lengths[0] or flat.null_count:
+        raise InputError(
+            f"{where} holds lists of different lengths. Allowed: one class an image, or one number a class. "
+            f"{_MULTI_LABEL}"
+        )
+    shares = flat.cast(pa.float32()).to_numpy().reshape(len(values), lengths[0])
+    wrong = np.flatnonzero(~(np.isclose(shares.sum(1), 1, atol=1e-3) & (shares >= 0).all(1)))
+    if len(wrong):
+        raise InputError(
+            f"{where} is not one class an image: row {wrong[0]} sums to {shares[wrong[0]].sum():g}, and rows of "
+            "shares sum "
+            f"to 1, without negative ones. {_MULTI_LABEL}"
+        )
+    return shares
+
+
 def count_classes(feature: object, column: str, count: int | None = None) -> int:
     """Count the classes of a label column: so many as are given, else as its `ClassLabel` names.
 
     Raises:
         InputError: If neither says.
     """
+    if count is None and is_list(feature) and feature.length > 0:  # type: ignore[attr-defined]
+        return feature.length  # type: ignore[attr-defined]
     if count is None and not isinstance(feature, ClassLabel):
         raise InputError(f"Column {column!r} names no classes. Say how many there are: num_classes=10.")
     return feature.num_classes if count is None else count  # type: ignore[attr-defined]

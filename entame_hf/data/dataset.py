@@ -19,7 +19,7 @@ from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
 from .batches import BatchDataset
 from .cache import ImageCache, open_cache
-from .columns import check_labels, count_classes, file_marks, label_values
+from .columns import check_labels, count_classes, file_marks, label_indices, label_shares
 from .images import UnreadableImageError
 from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
@@ -89,7 +89,9 @@ class ClassificationDataset(BatchDataset):
             dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
         self.dataset = dataset
         self.image_column = image_column
-        self.labels = torch.from_numpy(label_values(dataset, label_column).to_numpy().astype(np.int64))
+        self.labels = torch.from_numpy(label_indices(dataset, label_column))
+        shares = None if evaluation else label_shares(dataset, label_column, name)
+        self._targets = self.labels if shares is None else torch.from_numpy(shares.copy())
         feature = dataset.features[label_column]
         num_classes = count_classes(feature, label_column, num_classes)
         check_labels(self.labels, num_classes, label_column)
@@ -241,7 +243,7 @@ class ClassificationDataset(BatchDataset):
         return HostBatch(pixels, torch.empty(len(asked)), torch.empty(0), asked, epoch)
 
     def _label(self, batch: HostBatch, rows: Rows) -> HostBatch:
-        batch.labels = self.labels[rows]
+        batch.labels = self._targets[rows]
         if self.evaluation:
             batch.labels = batch.labels.masked_fill(torch.from_numpy(rows != batch.rows), IGNORED_LABEL)
         return batch

@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..errors import InputError
-from .columns import label_values
+from .columns import label_indices
 from .skipped import SkippedImage
 from .source import Rows, Source, count_of
 from .splits import TEST, TRAIN, VALIDATION
@@ -139,7 +139,7 @@ class EncodedSplits:
         return Understanding(self.source.layout, facts, self.class_names, notes)
 
     def _codes(self, rows: Dataset) -> Codes:
-        return label_values(rows, self.label_column).to_numpy()
+        return label_indices(rows, self.label_column)
 
 
 def _limit_of(role: str, limits: Limits) -> tuple[str, int | None]:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from textwrap import shorten
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import ClassLabel, Dataset, IterableDataset, Value
+from datasets import ClassLabel, Dataset, IterableDataset, List, Value
 
 from ..errors import InputError
-from .columns import is_list, label_values
+from .columns import is_list, label_shares, label_values
 from .names import code_points, hint, same_looks
 from .source import Rows
 from .splits import normal
-
-MULTI_LABEL = 'model.config.problem_type = "multi_label_classification"'
 
 
 def encode_labels(
@@ -26,7 +23,8 @@ def encode_labels(
 
     Text is sorted as text ("10" before "2"), integers as numbers. A `datasets.ClassLabel` keeps its names. Splits are
     matched by the names of their classes in Unicode's composed form, whatever the indices that each has for them.
-    Rows that are one-hot become class indices.
+    Rows of one number a class that sum to 1 are shares of classes: one-hot rows become class indices, others stay for
+    training and become the index of the largest share for evaluation.
 
     Args:
         splits (`dict[str, datasets.Dataset | datasets.IterableDataset]`):
@@ -43,19 +41,24 @@ def encode_labels(
         InputError: If a label is missing (None, or -1 in a `datasets.ClassLabel`), if a split has a class that the
             first one lacks, or if names can't be told apart.
     """
-    splits = {split: _one_hot_to_index(rows, column, split) for split, rows in splits.items()}
+    first = next(iter(splits))
+    splits = {
+        split: _as_shares_or_index(rows, column, split, evaluation=split != first) for split, rows in splits.items()
+    }
     for split, rows in splits.items():
         if isinstance(rows, Dataset) and (missing := count_missing(rows, column)):
             raise InputError(
                 f"{missing:,} of {len(rows):,} images of split {split!r} have no label in column {column!r}. "
                 "Remove them, or choose other splits with `train_split` and `eval_split`."
             )
-    first = next(iter(splits))
     names = _names(splits[first], column, num_labels)
     if not isinstance(splits[first].features[column], ClassLabel):
         _refuse_same_looks(names)
     feature = ClassLabel(names=names)
-    encoded = {split: recode(rows, column, feature, split, first) for split, rows in splits.items()}
+    encoded = {
+        split: rows if is_list(rows.features[column]) else recode(rows, column, feature, split, first)
+        for split, rows in splits.items()
+    }
     return encoded, names
 
 
@@ -63,6 +66,8 @@ def _names(rows: Rows, column: str, num_labels: int | None) -> list[str]:
     feature = rows.features[column]
     if isinstance(feature, ClassLabel):
         return list(dict.fromkeys(map(normal, feature.names)))
+    if is_list(feature):
+        return [str(index) for index in range(feature.length)]
     if isinstance(rows, Dataset):
         return list(dict.fromkeys(normal(str(v)) for v in sorted(pc.unique(label_values(rows, column)).to_pylist())))
     if num_labels is not None and isinstance(feature, Value) and feature.dtype.startswith(("int", "uint")):
@@ -148,51 +153,16 @@ def count_missing(rows: Dataset, column: str) -> int:
     return int(missing)
 
 
-def _one_hot_to_index(rows: Rows, column: str, split: str) -> Rows:
-    """Turn one-hot rows into class indices; refuse rows of several classes."""
-    feature = rows.features[column]
-    if not is_list(feature):
+def _as_shares_or_index(rows: Rows, column: str, split: str, evaluation: bool) -> Rows:
+    """Turn rows of one number a class into class indices where they are one-hot, or only evaluated on."""
+    if not is_list(rows.features[column]):
         return rows
     if isinstance(rows, IterableDataset):
         raise InputError(f"Column {column!r} holds lists. A stream needs one class index an image.")
-    values = label_values(rows, column)
-    shares = _as_matrix(values)
-    if shares is None:
-        raise InputError(
-            f"Column {column!r} of split {split!r} holds lists of different lengths. Allowed: one class an image, or "
-            "one "
-            f"number a class. {_multi_label()}"
-        )
-    if not np.isfinite(shares).all() or (shares < 0).any() or not np.allclose(shares.sum(1), 1, atol=1e-4):
-        row = int(np.flatnonzero(~np.isclose(shares.sum(1), 1, atol=1e-4) | (shares < 0).any(1))[0])
-        raise InputError(
-            f"Column {column!r} of split {split!r} is not one class an image: row {row} sums to "
-            f"{shares[row].sum():g}. "
-            f"Rows that sum to 1 are shares of classes. {_multi_label()}"
-        )
-    if not (shares.max(1) > 1 - 1e-4).all():
-        raise InputError(
-            f"Column {column!r} of split {split!r} holds shares of classes (row "
-            f"{int(np.flatnonzero(shares.max(1) <= 1 - 1e-4)[0])}), which tables can't train on. Give one class an "
-            "image, "
-            "or pass your own dataset with these labels to EntameTrainer."
-        )
-    index = ClassLabel(names=[str(i) for i in range(shares.shape[1])])
-    return rows.remove_columns(column).add_column(column, shares.argmax(1), feature=index)
-
-
-def _as_matrix(values: pa.ChunkedArray) -> np.ndarray | None:
-    lengths = pc.unique(pc.list_value_length(values)).to_pylist()
-    if len(lengths) != 1 or not lengths[0]:
-        return None
-    flat = pc.list_flatten(values)
-    if flat.null_count:
-        return None
-    return flat.cast(pa.float64()).to_numpy().reshape(len(values), lengths[0])
-
-
-def _multi_label() -> str:
-    return (
-        f"For several classes an image, set `{MULTI_LABEL}` and pass your own dataset to EntameTrainer; energies are "
-        "off then."
-    )
+    shares = label_shares(rows, column, split)
+    assert shares is not None
+    if evaluation or (shares.max(1) > 1 - 1e-4).all():
+        index = ClassLabel(names=[str(i) for i in range(shares.shape[1])])
+        return rows.remove_columns(column).add_column(column, shares.argmax(1), feature=index)
+    feature = List(Value("float32"), length=shares.shape[1])
+    return rows.cast_column(column, feature)

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from ..errors import InputError
 from .encoded import EncodedSplits
 from .folders import holds_tables, open_folder, read_folder
 from .labels import encode_labels
+from .overlap import overlap_note
 from .roles import choose_columns, choose_roles
 from .skipped import SkippedImage
 from .source import Rows, Source
@@ -54,8 +55,21 @@ class Splits:
     skipped: list[SkippedImage] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Say in a few lines how the dataset was understood: see [`Understanding.describe`]."""
-        return self.understanding.describe()
+        """Say in a few lines how the dataset was understood: see [`Understanding.describe`].
+
+        The files of validation and test are compared with those of train, byte by byte.
+        """
+        held = {
+            name: rows for name, rows in (("validation", self.validation), ("test", self.test)) if rows is not None
+        }
+        columns = (self.image_column, self.label_column)
+        notes = [
+            overlap_note(name, rows, self.train, *columns)
+            for name, rows in held.items()
+            if isinstance(rows, Dataset) and isinstance(self.train, Dataset)
+        ]
+        lines = [self.understanding.describe(), *(f"Note: {note}" for note in notes if note)]
+        return "\n".join(lines)
 
 
 def load_splits(

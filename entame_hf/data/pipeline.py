@@ -143,7 +143,7 @@ class ImagePipeline:
 
         Returns:
             `dict[str, torch.Tensor]`: `pixel_values`, float32 (N, 3, H, W), and `labels`: int64 (N,), or float32
-            (N, classes) if the augmentation mixes images.
+            (N, classes) if the augmentation mixes images or the dataset holds shares of classes.
         """
         pixels = batch.pixels.to(device, non_blocking=True)
         labels = to_device(batch.labels, torch.device(device))

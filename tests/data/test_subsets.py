@@ -1,12 +1,24 @@
 """Limits take images of all classes, and one-hot rows are classes."""
 
 from collections import Counter
+from io import BytesIO
 
 import numpy as np
 import pytest
+import torch
 from datasets import ClassLabel, Dataset, Features, Image, List, Value
+from PIL import Image as PILImage
+from transformers import ViTImageProcessor
 
-from entame_hf.data import Splits, load_splits, split_dataset
+from entame_hf.data import (
+    ClassificationDataset,
+    Preparation,
+    Splits,
+    build_datasets,
+    load_splits,
+    set_image_size,
+    split_dataset,
+)
 from entame_hf.errors import InputError
 
 SORTED = [label for label, count in enumerate((60, 30, 9, 1)) for _ in range(count)]
@@ -16,7 +28,7 @@ def table(labels, feature=None) -> Dataset:
     feature = feature or ClassLabel(num_classes=max(labels) + 1)
     images = [{"bytes": b"%d" % i, "path": None} for i in range(len(labels))]
     return Dataset.from_dict(
-        {"image": images, "label": labels}, features=Features({"image": Image(), "label": feature})
+        {"image": images, "label": labels}, features=Features({"image": Image(decode=False), "label": feature})
     )
 
 
@@ -81,10 +93,16 @@ def test_limited_streams_that_are_sorted_have_many_classes(stream, classes, each
     splits = load_splits(dataset_name=name, streaming=True, max_train_samples=50, max_eval_samples=50)
     for part in (splits.train, splits.validation):
         first = list(part)
-        assert len(first) == 50
+        assert len({row["image"]["bytes"] for row in first}) == 50
         assert len({row["label"] for row in first}) > classes // 2
         part.set_epoch(3)
         assert [row["image"] for row in part] == [row["image"] for row in first]
+
+
+def test_a_limit_above_the_size_keeps_the_stream(stream):
+    name = stream([0, 1, 2] * 7, 5)
+    splits = load_splits(dataset_name=name, streaming=True, max_train_samples=100)
+    assert sorted(int(row["image"]["bytes"]) for row in splits.train) == list(range(21))
 
 
 def test_limited_streams_of_one_class_are_refused(stream):
@@ -133,3 +151,46 @@ def test_integers_of_any_width_are_classes(dtype):
 def test_rows_of_several_classes_are_refused(rows, message):
     with pytest.raises(InputError, match=message):
         split_dataset({"train": table(rows, List(Value("int64")))})
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.4])
+def test_rows_that_sum_to_one_are_shares(mixup):
+    shares = [[0.5, 0.5, 0.0], [0.0, 1.0, 0.0], [0.2, 0.3, 0.5], [0.9, 0.1, 0.0]] * 3
+    rows = table(shares, List(Value("float64")))
+    buffer = BytesIO()
+    PILImage.new("RGB", (40, 40), "red").save(buffer, "PNG")
+    rows = rows.map(lambda row: {"image": {"bytes": buffer.getvalue(), "path": None}})
+    splits = split_dataset({"train": rows, "validation": rows})
+    assert splits.class_names == ["0", "1", "2"]
+    assert splits.validation["label"][:4] == [0, 1, 2, 0]
+    built = build_datasets(splits, set_image_size(ViTImageProcessor(), 32), mixup_alpha=mixup, image_cache_gb=0)
+    labels = built.train.finish(built.train.read(list(range(4))))["labels"]
+    assert labels.shape == (4, 3)
+    torch.testing.assert_close(labels.sum(1), torch.ones(4))
+    if not mixup:
+        torch.testing.assert_close(labels, torch.tensor(shares[:4]))
+    assert built.train.labels[:4].tolist() == [0, 1, 2, 0]
+    assert built.validation.finish(built.validation.read([2]))["labels"].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("labels", "feature", "message"),
+    [
+        (["a", "b"], Value("string"), "no class indices.*class_encode_column"),
+        ([0.0, 1.0], Value("float32"), "no class indices"),
+        ([0, None], Value("int32"), "1 of 2 rows have no label"),
+        ([[1, 1], [0, 1]], List(Value("uint8")), "row 0 sums to 2"),
+    ],
+    ids=["text", "floats", "missing", "multi_hot"],
+)
+def test_labels_that_are_no_classes_are_one_line(labels, feature, message):
+    preparation = Preparation(set_image_size(ViTImageProcessor(), 32))
+    with pytest.raises(InputError, match=message):
+        ClassificationDataset(table(labels, feature), "image", "label", preparation, num_classes=2)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool"])
+def test_labels_of_any_integer_type_are_int64(dtype):
+    preparation = Preparation(set_image_size(ViTImageProcessor(), 32))
+    rows = table([0, 1, 1], Value(dtype))
+    assert ClassificationDataset(rows, "image", "label", preparation, num_classes=2).labels.dtype == torch.int64
