@@ -101,6 +101,11 @@ def class_names(config: PreTrainedConfig) -> list[str]:
     return [name for _, name in sorted((config.id2label or {}).items(), key=lambda item: int(item[0]))]
 
 
+def pretrained_cfg(model: PreTrainedModel) -> dict[str, Any]:
+    """Get timm's description of a wrapped model; a wrapper that was built from a config has none of its own."""
+    return getattr(model.config, "pretrained_cfg", None) or timm_model(model).pretrained_cfg
+
+
 @contextmanager
 def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Iterator[None]:
     """Complete a model's config for saving: what was done to the model, and what timm and transformers both read.
@@ -120,10 +125,9 @@ def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Ite
         changes["model_args"] = model.config.model_args or {}
         # transformers keeps the names that a checkpoint came with, whatever its new labels are.
         changes["label_names"] = class_names(model.config)
-        if model.config.pretrained_cfg:
-            # The local path that timm read the weights from is private.
-            private = ("file", "source")
-            changes["pretrained_cfg"] = {k: v for k, v in model.config.pretrained_cfg.items() if k not in private}
+        # The local path that timm read the weights from is private.
+        private = ("file", "source")
+        changes["pretrained_cfg"] = {k: v for k, v in pretrained_cfg(model).items() if k not in private}
     values = vars(model.config)
     before = {name: values[name] for name in changes if name in values}
     values.update(changes)

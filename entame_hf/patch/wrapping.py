@@ -10,7 +10,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from ..errors import InputError
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
-from .saving import patch_save_pretrained
+from .saving import patch_save_pretrained, pretrained_cfg
 
 
 def label_maps(names: list[str]) -> dict[str, dict[Any, Any]]:
@@ -22,7 +22,7 @@ def timm_processor(model: PreTrainedModel) -> BaseImageProcessor:
     """Build the image processor of a wrapped timm model that was never saved, from its pretrained config."""
     from transformers import TimmWrapperImageProcessor
 
-    return TimmWrapperImageProcessor(model.config.pretrained_cfg, architecture=model.config.architecture)
+    return TimmWrapperImageProcessor(pretrained_cfg(model), architecture=model.config.architecture)
 
 
 def as_transformers(model: nn.Module) -> Any:

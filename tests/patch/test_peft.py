@@ -13,9 +13,17 @@ from conftest import TINY_VIT, RandomImages
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import cross_entropy
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, find_heads, fold_entame
+from entame_hf import (
+    EntameConfig,
+    EntameTrainer,
+    EntameTrainingArguments,
+    InputError,
+    apply_entame,
+    find_heads,
+    fold_entame,
+)
 from entame_hf.patch import as_transformers
 
 DATA = RandomImages(48)
@@ -168,22 +176,120 @@ def test_merging_gives_the_stock_model(tmp_path):
     torch.testing.assert_close(logits(vit(tmp_path / "merged")), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["mei", "entame"])
-def test_a_head_that_lora_adapts_folds_and_merges(tmp_path, method):
-    # The head itself is frozen and its adapter learns: trained by the user's own loop.
-    base = apply_entame(vit(), EntameConfig.for_method(method))
-    model = with_adapters(base, target_modules=["q_proj", "classifier"], modules_to_save=None).train()
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
-    for _ in range(4):
+def learn(model, steps=4):
+    """The user's own loop."""
+    optimizer, losses = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2), []
+    for _ in range(steps):
         optimizer.zero_grad()
-        cross_entropy(model(DATA.images).logits, DATA.labels).backward()
+        losses.append(cross_entropy(model.train()(DATA.images).logits, DATA.labels))
+        losses[-1].backward()
         optimizer.step()
-    expected = logits(model)
-    assert cross_entropy(expected, DATA.labels) < 2.3
-    merged = fold_entame(model).merge_and_unload()
-    assert type(merged.classifier) is torch.nn.Linear
-    merged.save_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(logits(vit(tmp_path / "merged")), expected, rtol=0, atol=1e-4)
+    assert losses[-1] < losses[0]
+    return logits(model)
+
+
+def loaded(folder, base):
+    return logits(PeftModel.from_pretrained(vit(base), folder))
+
+
+class TestOwnLoop:
+    """Adapters around a model that ENTAME was applied to, without a trainer."""
+
+    @pytest.fixture(autouse=True)
+    def any_peft(self, monkeypatch):
+        """transformers asks for a newer peft than what is tested here needs."""
+        monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.18")
+
+    @pytest.mark.parametrize("method", ["mei", "fn", "entame"])
+    def test_an_adapter_that_trains_the_head_saves_it_folded(self, tmp_path, method):
+        vit().save_pretrained(tmp_path / "base")
+        model = with_adapters(apply_entame(vit(tmp_path / "base"), EntameConfig.for_method(method)))
+        expected = learn(model)
+        before = model.state_dict()
+        model.save_pretrained(tmp_path / "adapter")
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        torch.testing.assert_close(loaded(tmp_path / "adapter", tmp_path / "base"), expected, rtol=0, atol=1e-4)
+
+    def test_an_adapter_of_a_compiled_model_saves_it_folded(self, tmp_path):
+        vit().save_pretrained(tmp_path / "base")
+        model = with_adapters(apply_entame(vit(tmp_path / "base")))
+        expected = learn(torch.compile(model, backend="eager"))
+        torch.compile(model, backend="eager").save_pretrained(tmp_path / "adapter")
+        torch.testing.assert_close(loaded(tmp_path / "adapter", tmp_path / "base"), expected, rtol=0, atol=1e-4)
+
+    @pytest.mark.parametrize("method", ["mei", "entame"])
+    @pytest.mark.parametrize("first", ["adapters", "entame"])
+    def test_an_adapter_added_by_transformers_saves_it_folded(self, tmp_path, method, first):
+        vit().save_pretrained(tmp_path / "base")
+        model, config = vit(tmp_path / "base"), EntameConfig.for_method(method)
+        if first == "entame":
+            apply_entame(model, config)
+        torch.manual_seed(1)
+        model.add_adapter(LoraConfig(**LORA, modules_to_save=["classifier"]))
+        if first == "adapters":
+            apply_entame(model, config)
+        expected = learn(model)
+        model.save_pretrained(tmp_path / "adapter")
+        again = vit(tmp_path / "base")
+        again.load_adapter(str(tmp_path / "adapter"))
+        torch.testing.assert_close(logits(again), expected, rtol=0, atol=1e-4)
+
+    def test_an_adapter_of_a_wrapped_timm_model_saves_it_folded(self, tmp_path):
+        torch.manual_seed(0)
+        model = as_transformers(timm.create_model("test_convnext", num_classes=10))
+        model.save_pretrained(tmp_path / "base")
+        base = AutoModelForImageClassification.from_pretrained(tmp_path / "base")
+        model = get_peft_model(apply_entame(base), LoraConfig(target_modules=["fc1"], modules_to_save=["head"]))
+        expected = learn(model)
+        model.save_pretrained(tmp_path / "adapter")
+        base = AutoModelForImageClassification.from_pretrained(tmp_path / "base")
+        again = logits(PeftModel.from_pretrained(base, tmp_path / "adapter"))
+        torch.testing.assert_close(again, expected, rtol=0, atol=1e-4)
+
+    def test_a_head_that_the_adapter_freezes_is_refused_by_name(self):
+        for method in ("mei", "entame"):
+            model = apply_entame(vit(), EntameConfig.for_method(method))
+            with pytest.raises(InputError, match=r'`classifier` would be frozen.*modules_to_save=\["classifier"\]'):
+                get_peft_model(model, LoraConfig(**LORA))
+        kept = apply_entame(vit(), EntameConfig.for_method("keep"))
+        assert isinstance(get_peft_model(kept, LoraConfig(**LORA)), PeftModel)
+        assert isinstance(get_peft_model(fold_entame(apply_entame(vit())), LoraConfig(**LORA)), PeftModel)
+
+    def test_a_frozen_head_is_refused_by_name(self):
+        model = vit().requires_grad_(False)
+        with pytest.raises(InputError, match=r"`classifier` is frozen"):
+            apply_entame(model)
+        added = vit()
+        added.add_adapter(LoraConfig(**LORA))
+        with pytest.raises(InputError, match=r"`classifier` is frozen.*modules_to_save"):
+            apply_entame(added)
+        assert apply_entame(model, EntameConfig.for_method("keep")) is model
+
+    def test_an_adapter_added_by_transformers_that_lacks_the_head_is_not_saved(self, tmp_path):
+        model = apply_entame(vit())
+        model.add_adapter(LoraConfig(**LORA))
+        with pytest.raises(InputError, match=r'`classifier` was changed.*modules_to_save=\["classifier"\]'):
+            model.save_pretrained(tmp_path / "adapter")
+
+    @pytest.mark.parametrize("method", ["mei", "entame"])
+    def test_a_head_that_lora_adapts_is_not_saved_alone_and_merges(self, tmp_path, method):
+        base = apply_entame(vit(), EntameConfig.for_method(method))
+        model = with_adapters(base, target_modules=["q_proj", "classifier"], modules_to_save=None)
+        expected = learn(model)
+        with pytest.raises(InputError, match="merge_and_unload"):
+            model.save_pretrained(tmp_path / "adapter")
+        merged = fold_entame(model).merge_and_unload()
+        assert type(merged.classifier) is torch.nn.Linear
+        merged.save_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(logits(vit(tmp_path / "merged")), expected, rtol=0, atol=1e-4)
+
+    def test_lora_on_a_kept_head_is_saved(self, tmp_path):
+        vit().save_pretrained(tmp_path / "base")
+        base = apply_entame(vit(tmp_path / "base"), EntameConfig.for_method("keep"))
+        model = with_adapters(base, target_modules=["q_proj", "classifier"], modules_to_save=None)
+        expected = learn(model)
+        model.save_pretrained(tmp_path / "adapter")
+        torch.testing.assert_close(loaded(tmp_path / "adapter", tmp_path / "base"), expected, rtol=0, atol=1e-4)
 
 
 def test_a_head_that_the_adapter_would_not_save_is_refused(tmp_path):
