@@ -19,7 +19,8 @@ from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
 from .batches import BatchDataset
 from .cache import ImageCache, open_cache
-from .columns import check_labels, count_classes, file_marks, label_indices, label_shares
+from .columns import check_labels, count_classes, label_indices, label_shares
+from .file_marks import file_marks
 from .images import UnreadableImageError
 from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
