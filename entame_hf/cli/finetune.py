@@ -57,14 +57,15 @@ def finetune(parser: OptionParser, given: dict[str, Any]) -> None:
     set_up(args)
     check_output_dir(args, inputs=[given.get(name) for name in INPUTS])
     args.resume_from_checkpoint = last_checkpoint(args)
-    model, data = load(model_args, data_args, args)
+    splits = load_data(model_args, data_args, args)
+    model, data = load(splits, model_args, data_args, args)
     trainer = build_trainer(model, data, args, given, data_args.loss_weights(data.train))
     trainer.card_options = {
         "dataset_tags": data_args.dataset_name,
         "dataset_args": data_args.dataset_config_name,
         "dataset": data_args.data_dir,
     }
-    run(trainer, data.test)
+    run(trainer, data.test, splits.skipped)
 
 
 def set_up(args: RunArguments) -> None:
@@ -74,11 +75,18 @@ def set_up(args: RunArguments) -> None:
     args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
 
 
-def load(model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> tuple[Any, Any]:
-    """Load the model and the datasets of a run."""
+def load_data(model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> Splits:
+    """Load the images of a run, and say how they were understood."""
     with args.main_process_first(desc="loading the data"):
         splits = data_args.load(args.seed, model_args.num_labels)
+    if args.process_index == 0:
+        print(splits.describe(), flush=True)
     check_classes(model_args, splits)
+    return splits
+
+
+def load(splits: Splits, model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> tuple[Any, Any]:
+    """Load the model of a run, and build its datasets."""
     with whole_models(args):
         model, processor = load_classifier(
             str(model_args.model_name_or_path),

@@ -11,7 +11,7 @@ from ..data import batch_loader
 from ..energy import inspect_head
 from .arguments import RunArguments, check_given
 from .demo import DEFAULTS, load_demo
-from .finetune import INPUTS, load, set_up, training_parser
+from .finetune import INPUTS, load, load_data, set_up, training_parser
 from .launch import options_named
 from .options import OptionParser
 
@@ -36,7 +36,7 @@ def inspect(parser: OptionParser, given: dict[str, Any]) -> None:
         model_args, data_args, args = parser.build(given)
         check_given(model_args, data_args, args)
         set_up(args)
-        model, data = load(model_args, data_args, args)
+        model, data = load(load_data(model_args, data_args, args), model_args, data_args, args)
     else:
         model_args, data_args, args = parser.build({**DEFAULTS, **given})
         set_up(args)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,25 @@ from transformers import (
     TimmWrapperImageProcessor,
 )
 
-from ..data import BuiltDatasets, Splits, build_datasets, output_size, set_image_size, update_pretrained_cfg
+from ..data import (
+    BuiltDatasets,
+    SkippedImage,
+    Splits,
+    build_datasets,
+    output_size,
+    set_image_size,
+    update_pretrained_cfg,
+)
 from ..errors import InputError
 from ..metrics import metrics_of_predictions, predicted_classes
 from ..trainer import EntameTrainer
 from .app import write_app
 from .arguments import ModelArguments, RunArguments
-from .console import Console, Patience, best_evaluation, duration, scores
+from .console import Console, Patience
 from .data_arguments import DataArguments
 from .model import check_input_size
-from .output_folder import RUN_FILE, ClaimFolder, save_results, save_state
+from .output_folder import ClaimFolder, save_results, save_state
+from .report import draw_batch, introduction, report_images, resume_command, summary
 
 
 def prepare_data(
@@ -103,7 +113,7 @@ def build_trainer(
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(Console())
-    trainer.add_callback(ClaimFolder(options))
+    trainer.add_callback(ClaimFolder(options, partial(draw_batch, trainer)))
     if args.patience is not None:
         trainer.add_callback(Patience(args.patience))
     return trainer
@@ -134,15 +144,18 @@ def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[s
     return found
 
 
-def run(trainer: EntameTrainer, test: Any = None) -> None:
+def run(trainer: EntameTrainer, test: Any = None, skipped: Sequence[SkippedImage] = ()) -> None:
     """Train and save, say what was made, and push it where that was asked for.
 
     Args:
         trainer ([`EntameTrainer`]): see [`build_trainer`].
         test (dataset, *optional*): evaluated once, at the end.
+        skipped (sequence of [`SkippedImage`], *optional*): images that are in no split.
     """
     args, folder = trainer.args, Path(trainer.args.output_dir)
     start, is_first = time.monotonic(), trainer.is_world_process_zero()
+    if is_first:
+        print(introduction(trainer), flush=True)
     try:
         found = train_and_save(trainer, test)
     except KeyboardInterrupt:
@@ -151,46 +164,15 @@ def run(trainer: EntameTrainer, test: Any = None) -> None:
         raise
     if args.gradio and is_first:
         write_app(folder, trainer.hub_model_id if args.push_to_hub else None)
-    datasets: dict[str, Any] = {"train": trainer.train_dataset, "validation": trainer.eval_dataset, "test": test}
-    for name, dataset in datasets.items():
-        if dataset is not None:
-            dataset.gather_unreadable()
-            if is_first and (line := dataset.summary()):
-                print(f"{name}: {line}")
+    splits: dict[str, Any] = {"train": trainer.train_dataset, "validation": trainer.eval_dataset, "test": test}
+    splits = {name: split for name, split in splits.items() if split is not None}
+    for split in splits.values():
+        split.gather_unreadable()
+    if is_first:
+        report_images(folder, splits, skipped)
     if is_first:
         print(summary(trainer, found, time.monotonic() - start))
     if args.push_to_hub:
         commit = trainer.push_to_hub()
         if commit is not None:
             print(f"Pushed: {commit.commit_url}")
-
-
-def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds: float) -> str:
-    """Say what a run made, how good it is, and what to type next."""
-    args, state, folder = trainer.args, trainer.state, str(trainer.args.output_dir)
-    best = best_evaluation(state.log_history, args)
-    weights = f"the last ones, of step {state.global_step:,}"
-    if args.load_best_model_at_end and best:
-        weights = f"the best ones, of epoch {best['epoch']:.4g} (step {best['step']:,})"
-    lines = [
-        f"\nDone in {duration(seconds)}: {state.global_step:,} steps, {state.epoch or 0:.4g} epochs.",
-        f"  model       {folder}",
-        f"  weights     {weights}",
-        f"  validation  {scores(found['eval'])}",
-    ]
-    if "test" in found:
-        lines.append(f"  test        {scores(found['test'], 'test_')}")
-    path = shlex.quote(folder)
-    lines += [
-        f"  card        {folder}/README.md",
-        f'  load        AutoModelForImageClassification.from_pretrained("{folder}")',
-        f"  predict     entame predict {path} FOLDER --output predictions.csv",
-    ]
-    if args.save_strategy != "no":
-        lines.append(f"  continue    {resume_command(Path(folder))} --num_train_epochs {2 * round(state.epoch or 1)}")
-    return "\n".join(lines)
-
-
-def resume_command(folder: Path) -> str:
-    """Write the command that resumes the run of a folder."""
-    return f"entame finetune {shlex.quote(str(folder / RUN_FILE))} --resume_from_checkpoint last"

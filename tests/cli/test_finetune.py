@@ -94,6 +94,42 @@ def test_an_unreadable_image_is_named_and_counted(tmp_path, photos, timm_folder,
     assert "1 of 102 images could not be read and were skipped" in capsys.readouterr().out
 
 
+def test_test_images_are_evaluated_once_at_the_end(tmp_path, photos, timm_folder, capsys):
+    data = tmp_path / "data"
+    write_images(data / "train", COLOURS, count=12)
+    write_images(data / "val", COLOURS, count=4, side=41)
+    write_images(data / "test", COLOURS, count=5, side=42)
+    shutil.copy(data / "train" / "red" / "0.png", data / "val" / "red" / "copy.png")
+    (data / "train" / "blue" / "broken.png").write_bytes(b"x")
+    out = tmp_path / "out"
+    finetune.main(arguments(timm_folder, data, out, gradio=True, logging_steps=1))
+    history = history_of(out)
+    assert [entry["step"] for entry in history if "test_accuracy" in entry] == [6]
+    assert len({entry["step"] for entry in history if "eval_accuracy" in entry}) == 2
+    assert {"eval_accuracy", "test_accuracy", "test_f1_macro"} <= results_of(out).keys()
+    assert "broken.png" in (out / "skipped_images.csv").read_text()
+    assert Image.open(out / "batch.png").width > 300
+    compile((out / "app.py").read_text(), "app.py", "exec")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Splits: train 37")
+    assert any(line.startswith("Run: entame") for line in lines)
+    assert any(line.startswith("Note: 1 images are in train and validation (0 with another label)") for line in lines)
+    assert [line.split("  ")[0].split("/")[0] for line in lines if line.startswith(("step", "epoch"))] == [
+        *["step 1", "step 2", "step 3", "epoch 1"],
+        *["step 4", "step 5", "step 6", "epoch 2"],
+    ]
+    end = [line.split()[0] for line in lines[lines.index(next(x for x in lines if x.startswith("Done"))) :]]
+    assert end == ["Done", "model", "weights", "validation", "test", "card", "load", "predict", "continue"]
+    assert not any("energy" in line for line in lines)
+
+
+def test_a_run_stops_when_patience_ends(tmp_path, photos, timm_folder):
+    # Nothing is learned.
+    options = {"learning_rate": 0, "entame_method": "keep", "num_train_epochs": 9, "patience": 2}
+    finetune.main(arguments(timm_folder, photos, tmp_path / "out", **options))
+    assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 3 * 7
+
+
 class TestAdaptedModels:
     def test_the_same_classes_go_on_only_where_asked(self, tmp_path, photos, timm_folder):
         finetune.main(arguments(timm_folder, photos, tmp_path / "first", max_steps=1))

@@ -1,0 +1,104 @@
+"""What a run says of itself: before it starts, of its images, and at its end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data import SkippedImage, StreamingDataset, find_duplicates, output_size, write_skipped_images
+from ..patch import class_names
+from ..trainer import EntameTrainer
+from .console import best_evaluation, duration, scores
+from .output_folder import RUN_FILE, write_file
+
+
+def introduction(trainer: EntameTrainer) -> str:
+    """Say in two lines what is trained, and how."""
+    args, config = trainer.args, trainer.model.config
+    count = sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6
+    processor: Any = trainer.processing_class
+    height, width = output_size(processor)
+    name = getattr(config, "architecture", None) or config.model_type
+    batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+    # The recipe or the default, where nothing was asked for.
+    method = args.entame_method or "entame"
+    return (
+        f"Model: {name}, {count:.1f} M parameters, images of {height}×{width}.\n"
+        f"Run: {method}, recipe {args.recipe}, {length} in batches of {batch}, learning rate {args.learning_rate:g}, "
+        f"on {args.device.type}."
+    )
+
+
+def draw_batch(trainer: EntameTrainer, file: Path) -> None:
+    """Draw augmented training images with their labels; streams are left out, which would lose a batch by it."""
+    # Imported here: matplotlib takes long to import.
+    from ..plots import batch_figure
+
+    data: Any = trainer.train_dataset
+    if isinstance(data, StreamingDataset):
+        return
+    # A generator of its own, which leaves the order of the training as it is.
+    rows = np.random.default_rng(trainer.args.seed).permutation(len(data))[:32]
+    batch = data.finish(data.read(rows.tolist()))
+    images, labels = (batch[name].numpy() for name in ("pixel_values", "labels"))
+    figure = batch_figure(images, labels, class_names(trainer.model.config))
+    if figure is not None:
+        write_file(file, lambda draft: figure.savefig(draft, format="png"))
+
+
+def report_images(folder: Path, splits: dict[str, Any], skipped: Sequence[SkippedImage]) -> None:
+    """Name the images that were not used in a file, and say which validation and test images were trained on."""
+    unread = [image for split in splits.values() for image in split.skipped()]
+    file = write_skipped_images(folder, [*skipped, *unread])
+    for name, split in splits.items():
+        if line := split.summary():
+            print(f"{name}: {line}")
+    if file is not None:
+        print(f"Images that were not used, and why: {file}")
+    train = splits["train"]
+    for name in ("validation", "test"):
+        if name not in splits or isinstance(train, StreamingDataset):
+            continue
+        found = find_duplicates(splits[name], train)
+        if found.images:
+            own, other = found.examples[0]
+            print(
+                f"Note: {found.images:,} images are in train and {name} ({found.other_labels:,} with another label), "
+                f"such as {other} and {own}."
+            )
+
+
+def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds: float) -> str:
+    """Say what a run made, how good it is, and what to type next."""
+    args, state, folder = trainer.args, trainer.state, str(trainer.args.output_dir)
+    best = best_evaluation(state.log_history, args)
+    weights = f"the last ones, of step {state.global_step:,}"
+    if args.load_best_model_at_end and best:
+        weights = f"the best ones, of epoch {best['epoch']:.4g} (step {best['step']:,})"
+    lines = [
+        f"\nDone in {duration(seconds)}: {state.global_step:,} steps, {state.epoch or 0:.4g} epochs.",
+        f"  model       {folder}",
+        f"  weights     {weights}",
+        f"  validation  {scores(found['eval'])}",
+    ]
+    if "test" in found:
+        lines.append(f"  test        {scores(found['test'], 'test_')}")
+    path = shlex.quote(folder)
+    lines += [
+        f"  card        {folder}/README.md",
+        f'  load        AutoModelForImageClassification.from_pretrained("{folder}")',
+        f"  predict     entame predict {path} FOLDER --output predictions.csv",
+    ]
+    if args.save_strategy != "no":
+        lines.append(f"  continue    {resume_command(Path(folder))} --num_train_epochs {2 * round(state.epoch or 1)}")
+    return "\n".join(lines)
+
+
+def resume_command(folder: Path) -> str:
+    """Write the command that resumes the run of a folder."""
+    return f"entame finetune {shlex.quote(str(folder / RUN_FILE))} --resume_from_checkpoint last"
