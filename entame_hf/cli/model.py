@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..config import EntameConfig
 from ..errors import InputError
 from ..heads import find_heads
-from ..patch import apply_entame, class_names, fold_entame, has_trained_head, label_maps, set_trained
+from ..patch import apply_entame, class_names, fold_entame, has_trained_head, label_maps
 
 logger = logging.get_logger(__name__)
 
@@ -164,7 +164,6 @@ def _match_head(model: PreTrainedModel, known: list[str], names: list[str], keep
             f"The checkpoint does not name its classes: its head is kept, in the order {shorten_names(names)}."
         )
         return
-    set_trained(model)
     fold_entame(apply_entame(model, EntameConfig.for_method("keep"), num_labels=len(names)))
     if keeps_head:
         logger.warning(

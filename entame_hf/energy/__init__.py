@@ -1,4 +1,4 @@
-"""Measure how noisy the error is that a classifier sends back, in a step and before a training."""
+"""Measure the energy of the error that a classifier sends back: of logits, of a step, before a run."""
 
 from .error import ErrorEnergy, error_energy
 from .inspection import HeadReport, inspect_head

@@ -1,4 +1,4 @@
-"""How noisy the error is that a classifier sends back."""
+"""Measure the energy of the error at a classifier's logits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
+
+from ..errors import InputError
 
 
 class ErrorEnergy(NamedTuple):
@@ -17,7 +19,7 @@ class ErrorEnergy(NamedTuple):
         labels (`torch.Tensor`): E[yyᵀ], 1 for one-hot labels.
         alignment (`torch.Tensor`): E[ŷyᵀ], in [0, 1].
         total (`torch.Tensor`): φ = estimates + labels − 2·alignment = E‖ŷ − y‖², in [0, 2].
-        noise_share (`torch.Tensor`): estimates / total; 1/(C − 1) for a head that knows nothing and says so.
+        noise_share (`torch.Tensor`): estimates / total; 1/(C − 1) for a head at maximum entropy.
         entropy (`torch.Tensor`): mean entropy of the estimates, in nats; at most ln C.
     """
 
@@ -30,7 +32,7 @@ class ErrorEnergy(NamedTuple):
 
 
 def fraction_of_error(part: Tensor, total: Tensor) -> Tensor:
-    """Divide a part's energy by that of the error; an error of zero has no share of anything."""
+    """Divide a part's energy by the error's; 0 where the error is 0."""
     return torch.where(total == 0, torch.zeros_like(total), part / total)
 
 
@@ -47,7 +49,7 @@ def error_energy(logits: Tensor, labels: Tensor) -> ErrorEnergy:
         [`ErrorEnergy`]: computed in float32, on the device of `logits`.
 
     Raises:
-        ValueError: the shapes do not fit.
+        InputError: the shapes do not fit.
 
     Example:
 
@@ -62,7 +64,7 @@ def error_energy(logits: Tensor, labels: Tensor) -> ErrorEnergy:
     Source: equations 13 and 14 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
     if logits.ndim != 2 or labels.shape not in (logits.shape[:1], logits.shape):
-        raise ValueError(
+        raise InputError(
             f"error_energy takes logits of shape (N, C) and labels of shape (N,) or (N, C), "
             f"not {tuple(logits.shape)} and {tuple(labels.shape)}."
         )

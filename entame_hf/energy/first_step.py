@@ -1,4 +1,4 @@
-"""The first step of a head, on features that are computed once for all heads that are tried."""
+"""Measure a head's first step, on features that all candidate heads share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .error import error_energy
 
 @contextmanager
 def unchanged(model: nn.Module, heads: list[Head]) -> Iterator[None]:
-    """Put the model into training mode, but its heads, and give it back as it was."""
+    """Put the model, but its heads, into training mode while this context lasts; afterwards it is what it was."""
     modes = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
     model.train()
@@ -35,7 +35,7 @@ def unchanged(model: nn.Module, heads: list[Head]) -> Iterator[None]:
 
 
 def label_rows(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """Build a row of probabilities for each example, and tell which examples count."""
+    """Build a row of probabilities for each example, and a mask of the examples that are not ignored."""
     if labels.is_floating_point():
         if labels.ndim != 2 or labels.shape[1] != classes:
             raise InputError(f"Labels have the shape {tuple(labels.shape)}, and the head has {classes} classes.")
@@ -46,7 +46,7 @@ def label_rows(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def backbone_features(model: nn.Module, heads: list[Head], images: Any) -> tuple[list[Tensor], bool]:
-    """Run the backbone once, and tell whether the model's logits are the mean of what its heads give."""
+    """Run the backbone once; return the heads' inputs, and whether the logits are the mean of the heads' outputs."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -69,14 +69,14 @@ def backbone_features(model: nn.Module, heads: list[Head], images: Any) -> tuple
 
 
 def _mean(outputs: Iterable[tuple[nn.Module, Tensor]]) -> Tensor:
-    """Average what heads give over heads and positions."""
+    """Average outputs over heads and positions."""
     rows = [out.movedim(-1 if isinstance(leaf, nn.Linear) else -3, -1) for leaf, out in outputs]
     return torch.stack([row.flatten(1, -2).mean(1) if row.ndim > 2 else row for row in rows]).mean(0)
 
 
 def first_step(leaves: nn.ModuleList, features: list[Tensor], targets: Tensor, counted: Tensor) -> Tensor:
-    """Sum, over a batch, the loss, the energies at the logits, and those of error and noise at the features."""
-    # Heads may share their features.
+    """Sum over a batch: the loss, the energies at the logits, and those of error and noise at the features."""
+    # Heads may share features.
     inputs = {id(x): x.detach().float().requires_grad_() for x in features}
     with torch.enable_grad(), torch.autocast(features[0].device.type, enabled=False):
         logits = _mean((leaf, leaf(inputs[id(x)])) for leaf, x in zip(leaves, features, strict=True))

@@ -1,4 +1,4 @@
-"""What each method would do to a model at its first step, before anything is trained."""
+"""Compare what each method does to a model at its first step, without training."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
 
 COLUMNS = ("loss", "entropy", "noise share", "error at features", "passed on", "noise in first update")
 
-# Up to this share of ln C, the loss is one of a head that was trained on these classes, and not one of luck.
+# A loss up to this fraction of ln C shows that the head was trained on these classes.
 KNOWS = 0.5
 
-# From this share of ln C, the entropy is that of a head that knows nothing.
+# An entropy from this fraction of ln C on is at its maximum.
 UNINFORMED = 0.99
 
-# Up to so many times the error of a maximum-entropy head, a head is one.
+# A head whose error at the features is up to so many times a maximum-entropy head's is at maximum entropy.
 ALREADY = 10
 
 
@@ -45,9 +45,9 @@ class HeadStart:
         features (`float`): E‖δ^{L−1}‖², the error's energy at the features, as the trainer logs it.
         features_share (`float`): E‖δ^{L−1}‖² / E‖ŷ − y‖²; above 1 where the head amplifies the error.
         first_update_noise (`float`):
-            The share of noise in what a first update teaches the backbone. The error ŷ − y comes back to the features
-            as B(ŷ − y) = B(ŷ) − B(y), estimates (noise) less labels (signal), and this is E‖B(ŷ)‖² / E‖B(ŷ − y)‖²:
-            the noise share behind the head. Feature normalisation takes out what all examples have in common.
+            Noise over error in the backbone's first update. The error ŷ − y reaches the features as
+            B(ŷ − y) = B(ŷ) − B(y), estimates (noise) minus labels (signal). This is E‖B(ŷ)‖² / E‖B(ŷ − y)‖², the noise
+            share behind the head. Feature normalisation removes what all examples have in common.
     """
 
     loss: float
@@ -60,17 +60,17 @@ class HeadStart:
 
 @dataclass(frozen=True)
 class HeadReport:
-    """What [`inspect_head`] has found; `str(report)` is a table and the advice.
+    """Hold the result of [`inspect_head`]; `str(report)` is a table and the advice.
 
     Args:
         methods (`dict[str, HeadStart]`): the first step of `"base"`, `"keep"`, `"mei"`, `"fn"` and `"entame"`.
         advice (`str`): one sentence.
         classes (`int`): C.
-        examples (`int`): how many images were looked at.
+        examples (`int`): number of images that were read.
         heads (`list[str]`): paths of the heads.
         mean_of_heads (`bool`):
-            Whether the logits are the mean of what the heads give, over heads and positions. Where a model does more
-            with them, the values are those of that mean.
+            Whether the logits are the mean of the heads' outputs, over heads and positions. Where a model does more
+            with them, the values belong to that mean.
     """
 
     methods: dict[str, HeadStart]
@@ -95,7 +95,7 @@ class HeadReport:
             row = (f"{cell:>{len(name)}}" for cell, name in zip(cells, COLUMNS, strict=True))
             lines.append("  ".join((f"{method:6}", *row)))
         if not self.mean_of_heads:
-            lines.append("(Of the heads' mean output: this model does more with it before its loss.)")
+            lines.append("(Of the heads' mean output: this model does more with it before the loss.)")
         return "\n".join([*lines, self.advice])
 
 
@@ -108,15 +108,18 @@ def inspect_head(
     seed: int = 42,
     num_batches: int = 4,
 ) -> HeadReport:
-    """Measure what the error of the first training step would be like under each method, without training.
+    """Measure the error of the first training step under each method, without training.
 
-    The backbone sees each batch once, in training mode; heads are then tried on its features. Afterwards the model is
-    bit for bit what it was, running statistics, modes and random generators included.
+    The backbone reads each batch once, in training mode; then each head is tried on its features. Afterwards the model
+    is bit for bit what it was, with its running statistics, modes and random generators.
 
-    The advice is the first of these that fits: keep the head, where its loss is at most half of ln C, or below ln C
-    for a model that was adapted with ENTAME; lower φ_w, where a new head's entropy would be under 99 % of ln C; train
-    it as it is, where the error energy that it sends into the features is at most ten times that of a maximum-entropy
-    head; start the head at maximum entropy.
+    The advice is the first of these that fits:
+
+    - Keep the head: its loss is at most half of ln C, or below ln C if the model was adapted with ENTAME.
+    - Lower φ_w: a new head's entropy would be below 99 % of ln C.
+    - Train the head as it is: the error energy that it sends into the features is at most ten times a maximum-entropy
+      head's.
+    - Start the head at maximum entropy.
 
     Args:
         model (`torch.nn.Module`): see [`find_heads`]; on any device, in any floating-point type.
@@ -124,16 +127,16 @@ def inspect_head(
             Training batches, such as a `DataLoader`: mappings of the model's inputs and `labels`, or pairs of images
             and labels. Labels are of shape `(N,)`, or `(N, C)` with a row of probabilities each.
         config ([`EntameConfig`], *optional*):
-            φ_w or λ, ε and the heads' paths are read; with `feature_norm=False`, `"fn"` and `"entame"` are left out.
+            φ_w or λ, ε and the heads' paths are read. `feature_norm=False` leaves out `"fn"` and `"entame"`.
         learning_rate (`float`, *optional*, defaults to 1e-4): γ; needed with `noise_lambda` only.
         seed (`int`, *optional*, defaults to 42): new heads are drawn as `EntameTrainer` draws them with this seed.
-        num_batches (`int`, *optional*, defaults to 4): how many of `batches` are looked at.
+        num_batches (`int`, *optional*, defaults to 4): number of `batches` that are read.
 
     Returns:
         [`HeadReport`]
 
     Raises:
-        InputError: there is no head or no batch, a batch has another form, or a label is none of the head's classes.
+        InputError: no head, no batch, a batch of another form, or a label that is none of the head's classes.
 
     Example:
 
@@ -183,7 +186,7 @@ def inspect_head(
 def _heads_of(
     method: Method, heads: list[Head], config: EntameConfig, learning_rate: float, seed: int
 ) -> nn.ModuleList:
-    """Copy the heads in float32 and start the copies as a method would."""
+    """Copy the heads in float32, and apply a method to the copies."""
     leaves = nn.ModuleList(copy.deepcopy(head.module).float() for head in heads)
     if method != "keep":
         wanted = EntameConfig.for_method(method)
@@ -194,7 +197,7 @@ def _heads_of(
         apply_entame(leaves, wanted, learning_rate=learning_rate, generator=torch.Generator().manual_seed(seed))
     for module in leaves.modules():
         if isinstance(module, ZNorm):
-            # Other processes may be looking at other images.
+            # Other processes may read other images, or none.
             module.sync = False
     return leaves.train()
 
@@ -218,17 +221,17 @@ def _advice(model: nn.Module, heads: list[Head], starts: dict[str, HeadStart]) -
     if keep.loss <= chance * (1 if has_trained_head(model) else KNOWS):
         return (
             f'Keep this head (entame_method="keep"): its loss of {keep.loss:.2f}, where a guess has {chance:.2f}, '
-            "says that it knows these classes, which a new head would not; noise shares mean little for such a head."
+            "shows that it knows these classes, and a new head does not; noise shares mean little for such a head."
         )
     method = "entame" if "entame" in starts and all(head.module.bias is not None for head in heads) else "mei"
     if starts[method].entropy < UNINFORMED * chance:
         return (
-            "Lower phi_w or noise_lambda: with this one a new head is not at maximum entropy, but claims to know more "
-            f"than a guess (entropy {starts[method].entropy:.2f} of {chance:.2f})."
+            "Lower phi_w or noise_lambda: a new head would not be at maximum entropy "
+            f"(entropy {starts[method].entropy:.2f} of {chance:.2f})."
         )
     if keep.features <= ALREADY * max(starts["mei"].features, starts[method].features):
         return "Train as it is: this head is at maximum entropy, and its first error stops there."
-    # Rounded to one digit: it is an order of magnitude.
+    # One digit: it is an order of magnitude.
     times = float(f"{keep.features / starts[method].features:.1g}")
     return (
         f'Start the head at maximum entropy (entame_method="{method}"): as it is, {times:,.0f} times as much of the '

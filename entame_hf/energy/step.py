@@ -1,4 +1,4 @@
-"""What is measured of the error in one optimizer step."""
+"""Measure the energy of the error in one optimizer step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
 
 class StepEnergies:
-    """Sum up what is measured of one optimizer step, on the device, and read it once at the end.
+    """Sum a step's energies on the device, and read them once at its end.
 
-    A diagnosis must never stop a training: ignored labels, other shapes and other tasks' outputs pass.
+    A diagnosis must never stop a run: ignored labels, other shapes and other tasks' outputs are skipped.
 
     Args:
         heads (`list[Head]`): what [`find_heads`] finds in the model in training.
-        device (`torch.device`): where that model is.
+        device (`torch.device`): the model's.
     """
 
     def __init__(self, heads: list[Head], device: torch.device) -> None:
@@ -38,7 +38,7 @@ class StepEnergies:
         names = ("rows", "examples", "arrivals", "squares", *ErrorEnergy._fields)
         self._sums = {name: torch.zeros((), device=device) for name in names}
         widths = [num_features(head.module) for head in heads]
-        # Of each feature of each head: how often it was seen, its mean, and its squared deviations.
+        # For each feature of each head: count, mean, sum of squared deviations.
         self._features = torch.zeros(3, sum(widths), device=device)
         self._slots = self._features.split(widths, dim=1)
         self._inputs: list[Tensor] = []
@@ -47,7 +47,7 @@ class StepEnergies:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Look at the heads' inputs in a forward; their gradients report by themselves, whenever they arrive."""
+        """Read the heads' inputs in a forward, and later, by hooks on these, their gradients."""
         with ExitStack() as stack:
             for index, head in enumerate(self.heads):
                 handle = head.module.register_forward_pre_hook(partial(self._read, index))
@@ -67,7 +67,7 @@ class StepEnergies:
         slot.copy_(merge(torch.stack([slot, seen])))
         if index == 0:
             self._sums["rows"] += len(x)
-        # Heads may share an input, whose gradient is then the sum of what all of them send back.
+        # Heads may share an input, whose gradient is then the sum of all their errors.
         if x.requires_grad and not any(x is other for other in self._inputs):
             self._inputs.append(x)
             x.register_hook(self._arrive)
@@ -82,10 +82,10 @@ class StepEnergies:
         """Add the energy of a micro-batch, weighted by its examples.
 
         Args:
-            logits (`torch.Tensor` of shape `(N, C)`): anything else is passed over.
+            logits (`torch.Tensor` of shape `(N, C)`): anything else is skipped.
             labels (`torch.Tensor` of shape `(N,)`, `(N, 1)` or `(N, C)`):
-                Class indices, of which those outside of the classes are left out, or a row of probabilities each.
-            smoothing (`float`, *optional*, defaults to 0.0): what share of each label the loss spreads evenly.
+                Class indices, of which those outside of the classes are skipped, or a row of probabilities each.
+            smoothing (`float`, *optional*, defaults to 0.0): the loss's label smoothing.
         """
         if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(labels, Tensor):
             return
@@ -105,11 +105,11 @@ class StepEnergies:
                 self._sums[name] += value * len(logits)
 
     def add_gradients(self, model: nn.Module, accelerator: Accelerator) -> None:
-        """Take the norms of the gradients that are there, and the factor that the loss was scaled by."""
+        """Read the norms of the gradients, and the factor that scaled the loss."""
         if accelerator.scaler is not None:
             self._loss_scale = accelerator.scaler.get_scale()
         elif accelerator.distributed_type == DistributedType.DEEPSPEED and accelerator.mixed_precision == "fp16":
-            # DeepSpeed scales by a factor of its own.
+            # DeepSpeed has its own factor.
             self._loss_scale = math.nan
         if accelerator.distributed_type in SHARDED:
             return
@@ -122,15 +122,15 @@ class StepEnergies:
 
     @torch.no_grad()
     def results(self, accelerator: Accelerator) -> tuple[int, dict[str, float]]:
-        """Compute the step's values, over all processes; every process has to take part.
+        """Compute the step's values over all processes: a collective call.
 
         Args:
             accelerator (`accelerate.Accelerator`): the trainer's.
 
         Returns:
-            How many examples the step had, and the values by name; not finite where something overflowed.
+            The number of examples, and the values by name; not finite where something overflowed.
         """
-        # One collective of one shape, whatever a process has seen, and one transfer to the host.
+        # One collective, of the same shape in all processes, and one transfer to the host.
         mine = torch.cat([torch.stack(list(self._sums.values())), self._features.flatten()])
         table = accelerator.gather(mine[None])
         scalars, features = table.split([len(self._sums), self._features.numel()], dim=1)
@@ -138,10 +138,10 @@ class StepEnergies:
         count, mean, squares = merge(features.unflatten(1, self._features.shape))
         known = count.clamp(max=1).sum()
         energy = ErrorEnergy(*(sums[name] / sums["examples"] for name in ErrorEnergy._fields))
-        # The share of means, which is what the definition averages; not the mean of shares.
+        # The ratio of means, as defined; not the mean of ratios.
         energy = energy._replace(noise_share=fraction_of_error(energy.estimates, energy.total))
         examples = torch.where(sums["examples"] > 0, sums["examples"], sums["rows"])
-        # A process's loss is the mean of its own examples, and their gradients are averaged over the processes.
+        # A process's loss is the mean over its own examples, and gradients are averaged over processes.
         arrived = sums["squares"] * examples / (len(table) * self._loss_scale) ** 2
         arrived = torch.where(sums["arrivals"] > 0, arrived, torch.nan)
         values = {

@@ -1,4 +1,4 @@
-"""A backbone that stands still: linear probing; or its running statistics alone."""
+"""Freeze the backbone, or only its BatchNorm running statistics."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..heads import Head
 
 @contextmanager
 def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
-    """Let nothing but the heads learn while this context lasts.
+    """Freeze everything but the heads while this context lasts: a linear probe.
 
-    The backbone becomes a fixed function of the image: its parameters get no gradients, and its modules stay in eval
-    mode whatever `model.train()` says, so that running statistics stand still and nothing is dropped at random.
-    Dropout beside a head goes on: it regularises the head. Afterwards everything may learn that could before.
+    The backbone becomes a fixed function of the image. Its parameters get no gradients. Its modules stay in eval mode
+    whatever `model.train()` says, which freezes running statistics and switches off dropout and stochastic depth.
+    Dropout next to a head stays on, as it regularises the head.
 
     Args:
         model (`torch.nn.Module`): an image classifier.
@@ -37,14 +37,19 @@ def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
     ['fc.weight', 'fc.bias']
     ```
     """
-    still = _without_heads(model, {head.module for head in heads})
-    with frozen_backbone_parameters(model, heads), _in_eval_mode(still):
+    backbone = _without_heads(model, {head.module for head in heads})
+    with frozen_backbone_parameters(model, heads), _in_eval_mode(backbone):
         yield
 
 
 @contextmanager
 def frozen_backbone_parameters(model: nn.Module, heads: list[Head]) -> Iterator[None]:
-    """Let no parameter but the heads' learn while this context lasts; running statistics go on."""
+    """Freeze all parameters but the heads' while this context lasts; running statistics still move.
+
+    Args:
+        model (`torch.nn.Module`): an image classifier.
+        heads (`list[Head]`): what [`find_heads`] finds in it.
+    """
     learning = {id(parameter) for head in heads for parameter in head.module.parameters()}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in learning]
     for parameter in frozen:
@@ -58,10 +63,10 @@ def frozen_backbone_parameters(model: nn.Module, heads: list[Head]) -> Iterator[
 
 @contextmanager
 def frozen_statistics(model: nn.Module) -> Iterator[None]:
-    """Let batch normalisation keep the running statistics that it came with while this context lasts.
+    """Freeze BatchNorm's running statistics while this context lasts.
 
-    It normalises by them in training as well, so that a feature is the same function of an image in training and in
-    evaluation, from the first step on. All parameters may learn, those of batch normalisation included.
+    BatchNorm normalises by them in training too, so a feature is the same function of an image in training and in
+    evaluation. All parameters train, BatchNorm's included.
 
     Args:
         model (`torch.nn.Module`): an image classifier; one without batch normalisation stays as it is.
@@ -75,11 +80,11 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_eval_mode(modules: Iterable[nn.Module]) -> Iterator[None]:
-    # Some may stand still already, by a context around this one or by their owner's means.
+    # An outer context, or the model's owner, may have frozen some already.
     before = {module: vars(module).get("train") for module in modules}
     for module in before:
         module.eval()
-        # Whoever trains calls model.train() before every step. A partial survives copies and pickles.
+        # Trainer calls model.train() before every step. A partial survives copies and pickles.
         vars(module)["train"] = partial(_stay, module)
     try:
         yield
