@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import EntameConfig
     from .energy import ErrorEnergy, HeadReport, error_energy, inspect_head
-    from .errors import InputError, RunError
+    from .errors import InputError, NonFiniteError, RunError
     from .heads import Head, find_heads
     from .layers import ZNormConv2d, ZNormLinear, z_norm
     from .patch import HeadFit, apply_entame, fit_head, fold_entame
@@ -22,6 +22,7 @@ __all__ = [
     "HeadFit",
     "HeadReport",
     "InputError",
+    "NonFiniteError",
     "RunError",
     "ZNormConv2d",
     "ZNormLinear",
@@ -44,6 +45,7 @@ _MODULES = {
     "HeadFit": "patch",
     "HeadReport": "energy",
     "InputError": "errors",
+    "NonFiniteError": "errors",
     "RunError": "errors",
     "ZNormConv2d": "layers",
     "ZNormLinear": "layers",

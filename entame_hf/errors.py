@@ -45,3 +45,7 @@ class RunError(RuntimeError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__("\n".join(map(printable, str(message).splitlines())))
+
+
+class NonFiniteError(RunError):
+    """Report a training whose loss or weights are not finite any more: nothing of them was saved."""

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import InputError, RunError
-from ..trainer import check_checkpoint, last_whole_checkpoint, same_on_all
+from ..trainer import find_checkpoint, same_on_all
 
 RUN_FILE = "run.yaml"
 
@@ -200,10 +201,4 @@ def last_checkpoint(args: TrainingArguments) -> str | None:
     asked = args.resume_from_checkpoint
     if asked is None:
         return None
-    folder = str(args.output_dir)
-
-    def find() -> str:
-        found = last_whole_checkpoint(folder) if asked.lower() in ("last", "true") else asked
-        return check_checkpoint(found, f"`resume_from_checkpoint={asked}`", folder)
-
-    return same_on_all(find)
+    return same_on_all(partial(find_checkpoint, asked, args))

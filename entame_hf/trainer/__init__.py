@@ -4,8 +4,9 @@ from .callbacks import EarlyEvaluation
 from .energies import PREFIX as ENERGY_PREFIX
 from .energies import EnergyRecorder
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
+from .lock import locked_output_dir
 from .parallel import same_on_all, whole_models
-from .resume import check_checkpoint, last_whole_checkpoint
+from .resume import find_checkpoint, last_intact_checkpoint, write_whole
 from .trainer import EntameTrainer
 
 __all__ = [
@@ -15,9 +16,11 @@ __all__ = [
     "EnergyRecorder",
     "EntameTrainer",
     "HeadRates",
-    "check_checkpoint",
+    "find_checkpoint",
     "head_learning_rate",
-    "last_whole_checkpoint",
+    "last_intact_checkpoint",
+    "locked_output_dir",
     "same_on_all",
     "whole_models",
+    "write_whole",
 ]

@@ -8,6 +8,7 @@ from accelerate.utils import set_seed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..patch import set_trained
+from .resume import check_finite
 
 
 class TrainedMark(TrainerCallback):
@@ -48,3 +49,24 @@ class EarlyEvaluation(TrainerCallback):
     ) -> None:
         if state.global_step <= self.steps:
             control.should_evaluate = True
+
+
+class FiniteCheck(TrainerCallback):
+    """Stop a training whose loss or weights are not finite any more, before anything of it is saved.
+
+    Looked at are the loss that is logged, and the weights whenever a loss is logged, before each checkpoint and at the
+    end. Steps that fp16's loss scaling skips leave the weights finite.
+
+    Raises:
+        NonFiniteError: the message says after which step, and what to try.
+    """
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        loss = (kwargs.get("logs") or {}).get("loss")
+        if loss is not None:
+            check_finite(kwargs["model"], args, state, loss)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        check_finite(kwargs["model"], args, state)

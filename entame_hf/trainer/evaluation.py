@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..metrics import IGNORED_LABEL, Evaluation, classes_and_confidence, confident_errors, evaluation_metrics
+
+# Where torch's modules keep their tensors.
+_TABLES = ("_parameters", "_buffers")
 
 
 class EvaluationSums:
@@ -188,3 +192,27 @@ class Evaluations(TrainerCallback):
         entries = [evaluation_metrics(entry) for entry in chosen if entry["step"] == step]
         metrics = {name: value for entry in entries for name, value in entry.items()}
         return Evaluation(metrics, step if best is None else best, **self._observed.get(step, {}))
+
+
+@contextmanager
+def unchanged_weights(model: nn.Module, args: TrainingArguments, in_training: bool) -> Iterator[None]:
+    """Keep a model's weights while Trainer evaluates a copy in half precision, which it makes in their place.
+
+    Args:
+        model (`torch.nn.Module`): the model that is evaluated.
+        args (`TrainingArguments`): `fp16_full_eval` and `bf16_full_eval` are read.
+        in_training (`bool`): whether `train()` runs; Trainer casts nothing then.
+    """
+    if in_training or not (args.fp16_full_eval or args.bf16_full_eval):
+        yield
+        return
+    modules = list(model.modules())
+    tables = [(vars(module)[name], dict(vars(module)[name])) for module in modules for name in _TABLES]
+    values = [(parameter, parameter.data) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.update(before)
+        for parameter, value in values:
+            parameter.data = value

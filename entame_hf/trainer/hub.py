@@ -29,7 +29,6 @@ from transformers.utils.hub import PushInProgress, hf_api
 
 from ..errors import InputError, RunError
 from .checkpoint import HEAD_STATE_NAME
-from .resume import forget_place
 
 logger = logging.get_logger(__name__)
 
@@ -307,7 +306,6 @@ class CheckpointUploads(TrainerCallback):
         send = partial(upload, repo, folder, token=token, revision=branch)
         jobs: Any = [hf_api().run_as_future(send, message, **model_files())]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            forget_place(folder)
             name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else Path(folder).name
             jobs.append(hf_api().run_as_future(send, f"{message}, checkpoint", path_in_repo=name))
         for job in jobs:

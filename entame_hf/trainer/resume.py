@@ -1,54 +1,110 @@
-"""Going on after a run was cut off: a checkpoint counts when it is whole."""
+"""Checkpoints that are written whole or not at all, and which of them a run resumes from."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
+import transformers
 from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
+from xxhash import xxh3_64
 
-from ..errors import InputError, RunError
+from ..errors import InputError, NonFiniteError, RunError
 
 logger = logging.get_logger(__name__)
 
 # No space, no quota, or a file that is too large.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-# A file in a checkpoint while it is written: ranks end at different times, and Trainer's state says nothing of them.
-INCOMPLETE = ".incomplete"
+# Lists the files of a checkpoint with their sizes and hashes. It is empty while the checkpoint is written, and filled
+# last. Checkpoints of stock Trainer have none.
+MANIFEST = "checkpoint_files.json"
 
-# As Trainer, peft, FSDP and DeepSpeed name what holds them.
+# Weights, as Trainer, peft, FSDP and DeepSpeed name them; and what else resuming needs.
 _WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*")
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*", "pytorch_model_fsdp*", "global_step*")
 
 
 def damage(checkpoint: str | Path) -> str | None:
-    """Tell why a checkpoint cannot be resumed from; reads no tensor.
+    """Tell why a checkpoint cannot be resumed from.
 
     Args:
         checkpoint (`str` or `Path`): the checkpoint's folder.
 
     Returns:
-        `str` or `None`: what is missing or cut off; None for a whole checkpoint.
+        `str` or `None`: what is missing, incomplete or damaged; None for an intact checkpoint.
     """
     folder = Path(checkpoint)
-    if not (folder / TRAINER_STATE_NAME).is_file():
-        return f"it has no {TRAINER_STATE_NAME}"
-    if _is_unfinished(folder):
+    if is_incomplete(folder):
         return "its writing never ended"
-    if not any(file.match(pattern) for file in folder.iterdir() for pattern in _WEIGHTS):
+    return _damaged_state(folder / TRAINER_STATE_NAME) or _damaged_files(folder)
+
+
+def is_incomplete(checkpoint: Path) -> bool:
+    """Tell whether the writing of a checkpoint began and did not end."""
+    try:
+        if (checkpoint / MANIFEST).exists():
+            return not (checkpoint / MANIFEST).stat().st_size
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return False
+    except ValueError:
+        return True
+    return False
+
+
+def _damaged_state(file: Path) -> str | None:
+    if not file.is_file():
+        return f"it has no {TRAINER_STATE_NAME}"
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        return f"{TRAINER_STATE_NAME} is no JSON"
+    if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
+        return f"{TRAINER_STATE_NAME} does not say after which step it was written"
+    unknown = sorted(state.keys() - {field.name for field in fields(TrainerState)})
+    if unknown:
+        return (
+            f"{TRAINER_STATE_NAME} has keys that transformers {transformers.__version__} does not know "
+            f"({', '.join(unknown[:3])}): install the version that wrote it"
+        )
+    return None
+
+
+def _damaged_files(folder: Path) -> str | None:
+    listed = _read_manifest(folder)
+    if listed is None:
+        return f"{MANIFEST} cannot be read"
+    for name, entry in listed.items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if entry != [(folder / name).stat().st_size, _hash(folder / name)]:
+            return f"{name} is damaged: it is not what was saved"
+    present = [path.name for path in folder.iterdir()]
+    if not any(Path(name).match(pattern) for name in present for pattern in _WEIGHTS):
         return "it has no weights"
-    for file in sorted(folder.iterdir()):
+    if not any(Path(name).match(pattern) for name in present for pattern in _OPTIMIZERS):
+        return (
+            "it holds the model alone (`save_only_model=True`), and the optimizer and the schedule would start over. "
+            "Start a new run from it"
+        )
+    for file in sorted(folder.iterdir()) if not listed else ():
         if file.suffix == ".safetensors" and not _is_safetensors(file):
             return f"{file.name} is cut off"
         if file.suffix in (".pt", ".pth") and not zipfile.is_zipfile(file):
@@ -56,70 +112,152 @@ def damage(checkpoint: str | Path) -> str | None:
     return None
 
 
-def last_whole_checkpoint(folder: str | Path) -> str | None:
-    """Find the newest checkpoint of a run that is whole, and name the ones after it.
+def _read_manifest(folder: Path) -> dict[str, list[Any]] | None:
+    """Read which files a checkpoint has: empty without a manifest, None if it cannot be read."""
+    file = folder / MANIFEST
+    if not file.exists():
+        return {}
+    try:
+        listed = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return listed if isinstance(listed, dict) else None
+
+
+def _hash(file: Path) -> str:
+    digest = xxh3_64()
+    with file.open("rb") as stream:
+        while chunk := stream.read(2**24):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _is_safetensors(file: Path) -> bool:
+    try:
+        # The header says how long the file is.
+        with safe_open(str(file), framework="pt"):
+            return True
+    except SafetensorError:
+        return False
+
+
+def last_intact_checkpoint(folder: str | Path) -> str | None:
+    """Find the newest intact checkpoint of a run, by its step, and name the ones after it.
 
     Args:
         folder (`str` or `Path`): the run's output folder.
 
     Returns:
-        `str` or `None`: the checkpoint's folder; None where there is none.
+        `str` or `None`: the checkpoint's folder; None if there is none.
     """
     for checkpoint in reversed(_checkpoints(folder)):
         reason = damage(checkpoint)
         if reason is None:
             return str(checkpoint)
-        logger.warning(f"Skipping {checkpoint}, which is not whole: {reason}.")
+        logger.warning(f"Skipping {checkpoint}, which cannot be resumed from: {reason}.")
     return None
-
-
-def check_checkpoint(checkpoint: str | None, asked: str, folder: str | Path) -> str:
-    """Make sure that a checkpoint can be resumed from.
-
-    Args:
-        checkpoint (`str`, *optional*): its folder.
-        asked (`str`): what the user typed, for the message.
-        folder (`str` or `Path`): the run's output folder, for the message.
-
-    Returns:
-        `str`: the checkpoint.
-
-    Raises:
-        InputError: it is not there, or not whole.
-    """
-    missing = checkpoint is None or not Path(checkpoint).is_dir()
-    reason = "there is no checkpoint there" if missing else damage(str(checkpoint))
-    if checkpoint is None or reason is not None:
-        raise InputError(
-            f"{asked}: {reason}. Give the path of a checkpoint-... folder that is whole, or "
-            f'"last" (True in Python) for the newest of them in the output folder {folder}.'
-        )
-    return checkpoint
 
 
 def find_checkpoint(asked: str | Literal[True], args: TrainingArguments) -> str:
     """Find the checkpoint that a run resumes from, and remove the incomplete ones of its output folder.
 
     Args:
-        asked (`str` or `True`): a checkpoint's folder, or `True` for the newest intact one in `args.output_dir`.
+        asked (`str` or `True`): a checkpoint's folder; `True`, `"last"` or `"true"` for the newest intact one.
         args (`TrainingArguments`): the run's.
 
     Returns:
         `str`: the checkpoint's folder.
 
     Raises:
-        InputError: there is none, or it is incomplete.
+        InputError: there is none, or it cannot be resumed from.
     """
     folder = str(args.output_dir)
+    newest = asked is True or asked.lower() in ("last", "true")
     with args.main_process_first(desc="looking for the last intact checkpoint"):
-        found = last_whole_checkpoint(folder) if asked is True else asked
-        found = check_checkpoint(found, f"resume_from_checkpoint={asked}", folder)
-        _remove_unfinished(folder)
+        found = last_intact_checkpoint(folder) if newest else str(asked)
+        missing = found is None or not Path(found).is_dir()
+        reason = "there is no checkpoint there" if missing else damage(str(found))
+        if found is None or reason is not None:
+            raise InputError(
+                f"`resume_from_checkpoint={asked}`: {reason}. Give the folder of an intact checkpoint, or "
+                f"`resume_from_checkpoint=last` (True in Python) for the newest one in the output folder {folder}."
+            )
+        for checkpoint in _checkpoints(folder):
+            if is_incomplete(checkpoint):
+                # It would count among the checkpoints that `save_total_limit` keeps.
+                logger.warning(f"Removing {checkpoint}, whose writing never ended.")
+                shutil.rmtree(checkpoint, ignore_errors=True)
     return found
 
 
+@contextmanager
+def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
+    """Let a checkpoint count only if all of it is written, and then remove the oldest one; see [`remove_oldest`].
+
+    Args:
+        trainer ([`EntameTrainer`]): nothing is written if its weights are not finite.
+        folder (`Path`): the checkpoint's; it is removed if its writing fails.
+    """
+    args, manifest = trainer.args, folder / MANIFEST
+    limit, is_writer = args.save_total_limit, args.should_save
+    check_finite(trainer.model, args, trainer.state)
+    with explained_full_disk(folder):
+        try:
+            if is_writer:
+                folder.mkdir(parents=True, exist_ok=True)
+                manifest.write_text("")
+            yield
+            # Other processes write files of their own.
+            trainer.accelerator.wait_for_everyone()
+            if is_writer:
+                _forget_place(folder / TRAINER_STATE_NAME)
+                files = sorted(file for file in folder.rglob("*") if file.is_file() and file != manifest)
+                listed = {str(file.relative_to(folder)): [file.stat().st_size, _hash(file)] for file in files}
+                write_whole(manifest, json.dumps(listed, indent=2) + "\n")
+        except BaseException:
+            if is_writer and is_incomplete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+    if is_writer:
+        remove_oldest(folder, limit, trainer.state.best_model_checkpoint)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file, or leave what was there: beside it first, then in its place."""
+    draft = file.with_name(f"{file.name}.draft")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _forget_place(file: Path) -> None:
+    """Remove this machine's path of the best checkpoint; [`BestCheckpointFinder`] finds it by its step."""
+    state = json.loads(file.read_text(encoding="utf-8"))
+    write_whole(file, json.dumps({**state, "best_model_checkpoint": None}, indent=2, sort_keys=True) + "\n")
+
+
+def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:
+    """Keep so many checkpoints of a run, the newest and the best among them.
+
+    Trainer orders them by time, so a clock that is behind makes it remove each checkpoint that it has just written.
+
+    Args:
+        newest (`Path`): the checkpoint that was written last; it stays.
+        limit (`int`, *optional*): `save_total_limit`; by default, and if it is not positive, all stay.
+        best (`str`, *optional*): the best checkpoint; it stays.
+    """
+    if limit is None or limit <= 0:
+        return
+    kept = {newest.absolute(), Path(best or newest).absolute()}
+    others = [path for path in _checkpoints(newest.parent) if path.absolute() not in kept]
+    for checkpoint in others[: max(0, len(others) + len(kept) - limit)]:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+
+
 class BestCheckpointFinder(TrainerCallback):
-    """Find the best checkpoint of a resumed run where its folder was moved, or came from the Hub."""
+    """Find the best checkpoint of a resumed run in its output folder: checkpoints do not say where it lies."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -132,41 +270,9 @@ class BestCheckpointFinder(TrainerCallback):
                 logger.warning(f"The best checkpoint so far, {best.name}, is gone: only a better one can replace it.")
 
 
-def forget_place(checkpoint: str | Path) -> None:
-    """Take the path of the best checkpoint, which is nobody else's business, out of a checkpoint's state.
-
-    The step that it belongs to stays, and finds it when the run is resumed.
-
-    Args:
-        checkpoint (`str` or `Path`): the checkpoint's folder.
-    """
-    file = Path(checkpoint, TRAINER_STATE_NAME)
-    state = json.loads(file.read_text(encoding="utf-8"))
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps({**state, "best_model_checkpoint": None}, indent=2) + "\n", encoding="utf-8")
-    draft.replace(file)
-
-
-@contextmanager
-def unfinished(folder: Path, is_writer: bool) -> Iterator[None]:
-    """Mark a checkpoint as incomplete until this context ends; remove the checkpoint if its writing fails."""
-    mark = folder / INCOMPLETE
-    try:
-        if is_writer:
-            folder.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-        yield
-        if is_writer:
-            mark.unlink(missing_ok=True)
-    except BaseException:
-        if is_writer and _is_unfinished(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
 @contextmanager
 def explained_full_disk(folder: Path) -> Iterator[None]:
-    """Name the disk and the way on if it is full: the libraries name neither."""
+    """Name the disk and what to do if it is full: the libraries name neither."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -175,44 +281,44 @@ def explained_full_disk(folder: Path) -> Iterator[None]:
         if not (getattr(error, "errno", None) in FULL or by_torch or "I/O error" in str(error)):
             raise
         free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free / 1e6
-        reason = "torch.save came to no end" if by_torch else str(error).rstrip(".")
+        reason = "torch.save could not finish" if by_torch else str(error).rstrip(".")
         raise RunError(
-            f"{folder} could not be written: {reason}. {free:.0f} MB are free there. Earlier checkpoints are as they "
-            "were: make room, and go on with --resume_from_checkpoint last (resume_from_checkpoint=True in Python)."
+            f"{folder} could not be written: {reason}. {free:.0f} MB are free there. Earlier checkpoints are intact: "
+            "make room, and resume with `resume_from_checkpoint=last` (True in Python)."
         ) from error
 
 
 def _checkpoints(folder: str | Path) -> list[Path]:
+    """List the checkpoints of a run by their steps."""
     found = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     numbered = [path for path in found if path.is_dir() and re.search(r"-\d+$", path.name)]
     return sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def _remove_unfinished(folder: str | Path) -> None:
-    """Remove what would count among the checkpoints that `save_total_limit` allows."""
-    for checkpoint in _checkpoints(folder):
-        if _is_unfinished(checkpoint):
-            logger.warning(f"Removing {checkpoint}, whose writing never ended.")
-            shutil.rmtree(checkpoint, ignore_errors=True)
+def check_finite(model: nn.Module, args: TrainingArguments, state: TrainerState, loss: float = 0.0) -> None:
+    """Make sure that a loss, and the parameters and buffers of a model, are finite.
 
+    Args:
+        model (`torch.nn.Module`): the model in training.
+        args (`TrainingArguments`): named in the message.
+        state (`TrainerState`): says after which step.
+        loss (`float`, *optional*, defaults to 0): the logged loss.
 
-def _is_unfinished(checkpoint: Path) -> bool:
-    """Tell whether a checkpoint's writing began and did not end."""
-    if (checkpoint / INCOMPLETE).exists():
-        return True
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return False
-    except ValueError:
-        return True
-    return False
-
-
-def _is_safetensors(file: Path) -> bool:
-    try:
-        # The header says how long the file is.
-        with safe_open(str(file), framework="pt"):
-            return True
-    except SafetensorError:
-        return False
+    Raises:
+        NonFiniteError: they are not.
+    """
+    if math.isfinite(loss):
+        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+        norm = get_total_norm(tensors)
+        if (norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite():
+            return
+        what = "Weights of the model are not finite"
+    else:
+        what = f"The training loss is {loss}"
+    kept = last_intact_checkpoint(str(args.output_dir)) if args.save_strategy != "no" else None
+    raise NonFiniteError(
+        f"{what} after step {state.global_step}, so the training stopped and saved no model. Try a lower "
+        f"`learning_rate={args.learning_rate / 10:g}`"
+        + (", or `bf16=True` in place of `fp16`" if args.fp16 else "")
+        + (f". The last good checkpoint is {kept}." if kept else ". No checkpoint was saved before it.")
+    )

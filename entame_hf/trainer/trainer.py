@@ -21,10 +21,10 @@ from ..data import BatchDataset
 from ..heads import TIMM_PREFIX, Head, find_heads
 from ..patch import applied_config, as_transformers, describe_adaptation, shareable_config, stock_state_dict
 from ..training_args import EntameTrainingArguments, HeadArguments
-from .callbacks import OwnRandomness, TrainedMark
+from .callbacks import FiniteCheck, OwnRandomness, TrainedMark
 from .checkpoint import load_trained, prepare_resuming, save_head_state, save_stock_model
 from .energies import BaseNoise, EnergyRecorder
-from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows
+from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
 from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter
@@ -37,10 +37,11 @@ from .loader import (
     prepared_loader,
     single_image_explained,
 )
+from .lock import locked_output_dir
 from .loss import ClassificationLoss, CustomLoss, check_one_class
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .report import try_to_write_card
-from .resume import BestCheckpointFinder, explained_full_disk, find_checkpoint, unfinished
+from .resume import BestCheckpointFinder, explained_full_disk, find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
 from .schedule import complete_schedule, explain_optimizer_errors, explain_scheduler_errors, resolve_ratios
 from .start import drop_gradients, prepare_model, resolve_config, warn_of_half_precision
@@ -137,7 +138,8 @@ class EntameTrainer(Trainer):
         self.head_fitter = HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
         observers = (self.evaluations, self.base_noise, self.head_fitter, self.energies, self.head_rates)
-        for callback in (BestCheckpointFinder(), OwnRandomness(), TrainedMark(), *observers, CheckpointUploads(self)):
+        after = (FiniteCheck(), CheckpointUploads(self))
+        for callback in (BestCheckpointFinder(), OwnRandomness(), TrainedMark(), *observers, *after):
             self.add_callback(callback)
         # What is frozen while train() runs, and how often a batch size was tried in it.
         self.frozen, self.attempts = ExitStack(), 0
@@ -175,7 +177,8 @@ class EntameTrainer(Trainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = same_on_all(partial(find_checkpoint, resume_from_checkpoint, self.args))
         self.attempts = 0
-        with self.frozen:
+        writes = self.args.should_save and self.args.save_strategy != SaveStrategy.NO
+        with locked_output_dir(self.args.output_dir, writes), self.frozen:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     # No public hook runs after model_init, a trial's values and the checkpoint's model, and before DeepSpeed and the
@@ -328,7 +331,8 @@ class EntameTrainer(Trainer):
         # Metrics that evaluate something themselves have sums of their own.
         self.evaluation_sums = sums = EvaluationSums(self.args)
         gathering = temporarily(self, gather_function=sums.gathering(self.gather_function))
-        with gathering, temporarily(self.args, average_tokens_across_devices=False):
+        keeping = unchanged_weights(self.model, self.args, self.is_in_train)
+        with gathering, keeping, temporarily(self.args, average_tokens_across_devices=False):
             options = (prediction_loss_only, ignore_keys, metric_key_prefix)
             output: Any = super().evaluation_loop(dataloader, description, *options)
         output = sums.correct(output, f"{metric_key_prefix}_loss", self.accelerator)
@@ -388,10 +392,8 @@ class EntameTrainer(Trainer):
     # Trainer pushes before other processes are done; CheckpointUploads pushes afterwards.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        with explained_full_disk(folder), unfinished(folder, self.args.should_save):
-            with temporarily(self.args, push_to_hub=False):
-                super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
+        with written_whole(self, folder), temporarily(self.args, push_to_hub=False, save_total_limit=None):
+            super()._save_checkpoint(model, trial)
 
     # The unfolded head and its statistics need a place in the model before they are loaded; and Trainer does not
     # translate the names of a checkpoint back (ViT). It loads in the middle of train(), where no public hook is.

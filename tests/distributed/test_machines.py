@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from entame_hf.trainer.resume import last_whole_checkpoint
+from entame_hf.trainer.resume import last_intact_checkpoint
 
 WORKER = Path(__file__).parent / "train.py"
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
@@ -75,13 +75,13 @@ def start(hosts: list[str], *folders: Path, **options) -> list[subprocess.Popen]
 
 def wait_for_a_checkpoint(folder: Path) -> None:
     deadline = time.monotonic() + 120
-    while last_whole_checkpoint(folder) is None:
+    while last_intact_checkpoint(folder) is None:
         assert time.monotonic() < deadline, (folder / "host0.log").read_text()[-3000:]
         time.sleep(0.2)
 
 
 def last_checkpoint(folder: Path) -> tuple[Path, int]:
-    found = last_whole_checkpoint(folder)
+    found = last_intact_checkpoint(folder)
     assert found is not None
     return Path(found), int(found.rpartition("-")[2])
 

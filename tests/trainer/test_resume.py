@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, RunError
 from entame_hf.cli.output_folder import last_checkpoint
-from entame_hf.trainer.resume import BestCheckpointFinder, damage, last_whole_checkpoint
+from entame_hf.trainer.resume import BestCheckpointFinder, damage, last_intact_checkpoint
 
 DATA = RandomImages(48)
 HELD_OUT = RandomImages(30, seed=1)
@@ -109,7 +109,7 @@ def test_killed_while_a_checkpoint_is_written(tmp_path, whole, warnings, name):
     args = arguments(tmp_path, resume_from_checkpoint="last")
     assert last_checkpoint(args) == str(tmp_path / "checkpoint-2")
     same_ending(train(tmp_path, resume=True), whole[0])
-    assert f"Skipping {tmp_path / 'checkpoint-4'}, which is not whole" in warnings.text
+    assert f"Skipping {tmp_path / 'checkpoint-4'}, which cannot be resumed from" in warnings.text
     assert damage(tmp_path / "checkpoint-4") is None
 
 
@@ -133,25 +133,28 @@ def test_a_file_that_is_cut_off_is_found(tmp_path, whole, name):
     shutil.copytree(whole[1] / "checkpoint-6", tmp_path / "checkpoint-6")
     assert damage(tmp_path / "checkpoint-6") is None
     os.truncate(tmp_path / "checkpoint-6" / name, 600)
-    assert damage(tmp_path / "checkpoint-6") == f"{name} is cut off"
-    with pytest.raises(InputError, match=f"{name} is cut off"):
+    assert damage(tmp_path / "checkpoint-6") == f"{name} is damaged: it is not what was saved"
+    with pytest.raises(InputError, match=f"{name} is damaged"):
         train(tmp_path, resume=str(tmp_path / "checkpoint-6"))
 
 
 def test_a_checkpoint_without_weights_is_none(tmp_path, whole):
     shutil.copytree(whole[1] / "checkpoint-6", tmp_path / "checkpoint-6")
     (tmp_path / "checkpoint-6" / "model.safetensors").unlink()
+    assert damage(tmp_path / "checkpoint-6") == "model.safetensors is missing"
+    (tmp_path / "checkpoint-6" / "checkpoint_files.json").unlink()
     assert damage(tmp_path / "checkpoint-6") == "it has no weights"
 
 
 def test_the_newest_is_the_one_of_the_most_steps(tmp_path):
     for step in (9, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": 9}')
         save_file({}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
+        torch.save({}, tmp_path / f"checkpoint-{step}" / "optimizer.pt")
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-mine").mkdir()
-    assert last_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    assert last_intact_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 def test_nothing_to_resume_from(tmp_path):
@@ -162,7 +165,7 @@ def test_nothing_to_resume_from(tmp_path):
 def test_unfinished_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, whole):
     shutil.copytree(whole[1] / "checkpoint-2", tmp_path / "checkpoint-2")
     shutil.copytree(whole[1] / "checkpoint-6", tmp_path / "checkpoint-60")
-    (tmp_path / "checkpoint-60" / "trainer_state.json").write_text("")
+    (tmp_path / "checkpoint-60" / "checkpoint_files.json").write_text("")
     train(tmp_path, resume=True, save_total_limit=1)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-6"]
 
@@ -199,7 +202,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, whole, limit):
     message = (tmp_path / "error.txt").read_text()
     assert f"{tmp_path / 'checkpoint-4'} could not be written" in message
     assert "MB are free" in message
-    assert "--resume_from_checkpoint last" in message
+    assert "`resume_from_checkpoint=last`" in message
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     same_ending(train(tmp_path, resume=True), whole[0])
 
@@ -241,5 +244,6 @@ def test_a_best_checkpoint_that_is_gone_costs_no_training(tmp_path, whole, warni
     state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
     state.update(best_model_checkpoint="elsewhere/checkpoint-2", best_global_step=2)
     (tmp_path / "checkpoint-6" / "trainer_state.json").write_text(json.dumps(state))
+    (tmp_path / "checkpoint-6" / "checkpoint_files.json").unlink()
     assert train(tmp_path, resume=True, save_total_limit=1).state.global_step == 6
     assert "checkpoint-2, is gone" in warnings.text
