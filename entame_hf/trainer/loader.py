@@ -96,7 +96,7 @@ def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_diff
     mean = sum(sizes) / len(sizes)
     if not parts_differ:
         return mean
-    return accelerator.reduce(to_device(torch.tensor(mean), accelerator.device), "mean")
+    return accelerator.reduce(to_device(torch.tensor(mean, dtype=torch.float64), accelerator.device), "mean")
 
 
 def has_batch_norm(model: nn.Module) -> bool:

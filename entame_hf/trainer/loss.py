@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import TrainingArguments
 
 from ..errors import InputError
+from ..layers import widen
 from ..metrics import IGNORED_LABEL
 from .labels import has_several_labels
 
@@ -42,11 +43,11 @@ class ClassificationLoss:
             `torch.Tensor`: a scalar, the mean over labels that count.
         """
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-        logits = (logits[0] if isinstance(logits, tuple) else logits).float()
+        logits = widen(logits[0] if isinstance(logits, tuple) else logits)
         weights = None if self.class_weights is None else self.class_weights.to(logits)
         if labels.is_floating_point():
             count: Any = len(labels)
-            labels = labels.float()
+            labels = labels.to(logits)
         else:
             # Of each position, where there are several.
             logits, labels = logits.flatten(0, -2), labels.flatten()

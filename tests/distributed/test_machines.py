@@ -98,8 +98,8 @@ def alone(folder: Path, **options) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_train_as_one_and_go_on_after_one_died(tmp_path, hosts):
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+def test_two_machines_train_as_one_and_one_resumes_after_the_other_died(tmp_path, hosts):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "double": True}
     one, two, broken = (tmp_path / name for name in ("one", "two", "broken"))
     for folder in (one, two, broken):
         folder.mkdir()
@@ -107,7 +107,7 @@ def test_two_machines_train_as_one_and_go_on_after_one_died(tmp_path, hosts):
     for process in start(hosts, two, per_device_train_batch_size=12, **options):
         assert process.wait(timeout=180) == 0, (two / "host0.log").read_text()[-3000:]
     expected, got = torch.load(one / "rank0.pt"), torch.load(two / "rank1.pt")
-    torch.testing.assert_close(got["model"], expected["model"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(got["model"], expected["model"], rtol=1e-9, atol=1e-10)
 
     # The processes of one host are killed in the middle of a long training, some time after a checkpoint.
     survivor, victim = start(hosts, broken, per_device_train_batch_size=12, **{**options, "max_steps": 100000})
@@ -124,33 +124,6 @@ def test_two_machines_train_as_one_and_go_on_after_one_died(tmp_path, hosts):
     alone(broken, per_device_train_batch_size=24, **{**options, "max_steps": step + 2, "resume": str(last)})
     resumed = torch.load(broken / "rank0.pt")
     assert max(entry["step"] for entry in resumed["log"]) == step + 2
-
-
-@pytest.mark.slow
-def test_a_host_that_falls_silent_ends_the_job_which_goes_on_on_two_hosts(tmp_path, hosts):
-    """Nobody closes a connection where power or the network is lost; each host sees the other one go."""
-    options = {"save_strategy": "steps", "save_steps": 50, "per_device_train_batch_size": 12, "save_total_limit": 2}
-    running = start(hosts, tmp_path, **options, max_steps=100000)
-    try:
-        wait_for_a_checkpoint(tmp_path)
-        ip("-n", hosts[1], "link", "set", "eth0", "down")
-        silent = time.monotonic()
-        for rank, process in enumerate(running):
-            assert process.wait(timeout=60) != 0
-            print(f"host {rank} ended {time.monotonic() - silent:.1f} s after the other fell silent")
-    finally:
-        kill(*running)
-    for rank in range(2):
-        log = (tmp_path / f"host{rank}.log").read_text()
-        assert f"The host of rank {1 - rank} does not answer" in log, log[-3000:]
-        assert "resume_from_checkpoint" in log
-
-    ip("-n", hosts[1], "link", "set", "eth0", "up")
-    _, step = last_checkpoint(tmp_path)
-    for process in start(hosts, tmp_path, **{**options, "save_strategy": "no"}, max_steps=step + 2, resume=True):
-        assert process.wait(timeout=120) == 0, (tmp_path / "host0.log").read_text()[-3000:]
-    for rank in range(2):
-        assert max(entry["step"] for entry in torch.load(tmp_path / f"rank{rank}.pt")["log"]) == step + 2
 
 
 @pytest.mark.slow

@@ -29,6 +29,18 @@ class Failing(TrainerCallback):
             raise RuntimeError("this process has had enough")
 
 
+class InDouble(TrainerCallback):
+    """The statistics of the features too, which training begins with."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        kwargs["model"].double()
+
+
+def in_double(model, args, kwargs):
+    """Sums in another order differ by less than any fault."""
+    return args, {**kwargs, "pixel_values": kwargs["pixel_values"].double()}
+
+
 def main(folder: str, options: str) -> None:
     changes = json.loads(options)
     if changes.pop("evaluate", False):
@@ -38,7 +50,7 @@ def main(folder: str, options: str) -> None:
         evaluate_all.main(folder)
         return
     fails_at, batch_norm = changes.pop("fails_at", None), changes.pop("batch_norm", False)
-    mixed = changes.pop("mixed", False)
+    mixed, double = changes.pop("mixed", False), changes.pop("double", False)
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
     blind_rank, waits = changes.pop("blind_rank", None), WaitCounter() if changes.pop("count_waits", False) else None
     dropout, masks = changes.pop("dropout", 0.0), []
@@ -59,6 +71,8 @@ def main(folder: str, options: str) -> None:
         model.vit.embeddings.dropout.register_forward_hook(lambda layer, _, out: masks.append(out == 0))
     else:
         model = ViTForImageClassification.from_pretrained(base)
+    if double:
+        model.double().register_forward_pre_hook(in_double, with_kwargs=True)
     images = RandomImages(count)
     if mixed:
         # Here: no other run needs what it imports.
@@ -66,6 +80,8 @@ def main(folder: str, options: str) -> None:
 
         images = MixedImages(count)
     trainer = EntameTrainer(model, args, train_dataset=images, eval_dataset=RandomImages(22, seed=1))
+    if double:
+        trainer.add_callback(InDouble())
     if fails_at:
         trainer.add_callback(Failing(fails_at))
     if waits:
