@@ -14,7 +14,7 @@ Method = Literal["base", "base_wu", "mei", "fn", "entame", "informed", "keep"]
 
 @dataclass(frozen=True)
 class EntameConfig:
-    """Say how the heads of a pretrained classifier start and what they are fed.
+    """Configure how the heads of a pretrained classifier start, and whether their features are normalised.
 
     Args:
         init (`"mei"`, `"he_fan_out"`, `"ridge"` or `"keep"`, *optional*, defaults to `"mei"`):
@@ -29,13 +29,13 @@ class EntameConfig:
         noise_lambda (`float`, *optional*):
             λ. When given, φ_w = (γλ/C)², with γ the peak learning rate and C the number of classes.
         momentum (`float`, *optional*, defaults to 1.0):
-            How far a full batch moves the statistics used at inference, in (0, 1]; 1 replaces them (the paper).
-            Lower it for small batches.
+            Weight of a full batch in the average of the feature statistics for evaluation, in (0, 1]; 1 replaces them
+            (the paper). The average is corrected for its start. Lower it for small batches.
         eps (`float`, *optional*, defaults to 1e-5):
             Added to the variance under the root.
         sync (`bool`, *optional*, defaults to `True`):
-            Whether features are normalised over the batch of all processes together. `False` leaves each process its
-            own statistics, and saves the main process's.
+            Whether features are normalised over the global batch. `False` normalises over each process's batch, and
+            saves the main process's statistics.
         head (`str` or sequence of `str`, *optional*):
             Dotted path, or paths, of the classifier leaves, for models where the search must not guess.
 
@@ -65,16 +65,16 @@ class EntameConfig:
 
     def __post_init__(self) -> None:
         if self.head is not None and not isinstance(self.head, str):
-            # JSON has lists alone, and a frozen value must be hashable.
+            # JSON has only lists, and a frozen value must be hashable.
             object.__setattr__(self, "head", tuple(self.head))
         if self.init not in get_args(Init):
-            raise ValueError(f"init={self.init!r} is unknown: use one of {', '.join(get_args(Init))}.")
-        for name in ("phi_w", "noise_lambda", "eps"):
+            raise ValueError(f"`init={self.init}` is unknown: use one of {', '.join(get_args(Init))}.")
+        for name in ("phi_w", "noise_lambda", "eps", "momentum"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value} must be a positive number, for example {name}={_EXAMPLE[name]}.")
-        if not 0 < self.momentum <= 1:
-            raise ValueError(f"momentum={self.momentum} must be in (0, 1]; 1 is the paper's.")
+                raise ValueError(f"`{name}={value}` must be a positive number, for example `{name}={_EXAMPLE[name]}`.")
+        if self.momentum > 1:
+            raise ValueError(f"`momentum={self.momentum}` must be in (0, 1]: `momentum=1` is the paper's.")
 
     def under(self, prefix: str) -> EntameConfig:
         """Build the same configuration for a model that holds this one's under `prefix`."""
@@ -127,7 +127,7 @@ class EntameConfig:
         if self.noise_lambda is None:
             return self.phi_w
         if not learning_rate:
-            raise ValueError("noise_lambda needs the peak learning rate: apply_entame(..., learning_rate=1e-4).")
+            raise ValueError("`noise_lambda` needs the peak learning rate: apply_entame(..., learning_rate=1e-4).")
         return (learning_rate * self.noise_lambda / num_classes) ** 2
 
     def to_dict(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class EntameConfig:
         return cls(**values)
 
 
-_EXAMPLE = {"phi_w": "1e-12", "noise_lambda": "1.0", "eps": "1e-5"}
+_EXAMPLE = {"phi_w": "1e-12", "noise_lambda": "1.0", "eps": "1e-5", "momentum": "0.1"}
 
 _METHODS: dict[str, tuple[Init, bool]] = {
     "base": ("he_fan_out", False),

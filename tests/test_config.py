@@ -40,14 +40,15 @@ def test_phi_w_from_lambda_is_equation_20():
     ("values", "message"),
     [
         ({"init": "xavier"}, "mei, he_fan_out, ridge, keep"),
-        ({"phi_w": 0.0}, "phi_w=0.0 must be a positive"),
+        ({"phi_w": 0.0}, "`phi_w=0.0` must be a positive"),
         ({"phi_w": -1e-12}, "positive"),
         ({"phi_w": float("nan")}, "positive"),
-        ({"noise_lambda": 0.0}, "noise_lambda=0.0 must be a positive"),
+        ({"noise_lambda": 0.0}, "`noise_lambda=0.0` must be a positive"),
         ({"eps": 0.0}, "eps"),
         ({"phi_w": "1e-10"}, "positive number"),
         ({"momentum": 0.0}, "momentum"),
         ({"momentum": 1.5}, "momentum"),
+        ({"momentum": "0.5"}, "positive number"),
     ],
     ids=str,
 )

@@ -48,7 +48,7 @@ def test_an_unknown_option_ends_with_2(tmp_path, photos, timm_folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"phi_w": 0}, "phi_w=0.0 must be a positive number"),
+        ({"phi_w": 0}, "--phi_w 0.0 must be a positive number"),
         ({"phi_w": -1}, "positive"),
         ({"noise_lambda": 0}, "noise_lambda"),
         ({"entame_method": "magic"}, "base, base_wu, mei, fn, entame"),
