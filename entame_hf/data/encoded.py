@@ -69,7 +69,7 @@ class EncodedSplits:
         if single:
             self.source.notes.append(f"{count_of(single, 'class')} of one image are trained on and not validated.")
         name = self.origins[TRAIN]
-        self.origins = {**self.origins, VALIDATION: f"{fraction:.3g} of {name}, set aside"}
+        self.origins = {**self.origins, VALIDATION: f"{100 * fraction:.3g} % of {name}, set aside"}
         return {**parts, TRAIN: train.select(np.flatnonzero(~held)), VALIDATION: train.select(np.flatnonzero(held))}
 
     def limit_tables(self, parts: dict[str, Dataset], limits: Limits) -> dict[str, Dataset]:

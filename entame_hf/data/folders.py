@@ -102,10 +102,7 @@ def _read_classes(root: Folder, train_split: str | None, named: set[str], data_l
     layout, folders = find_layout(root, data_layout, named)
     source = Source({}, f"DATA_DIR/{layout}")
     if layout == CLASSES:
-        kinds = split_kinds([folder.name for folder in root.filled])
-        unlabeled = {name for name, kind in kinds.items() if kind == UNLABELED and data_layout == "auto"}
-        splits = {TRAIN: _classes([folder for folder in root.folders if folder.name not in unlabeled])}
-        _leave_out_folders(source, [folder for folder in root.filled if folder.name in unlabeled])
+        splits = {TRAIN: _classes(root.folders, source if data_layout == "auto" else None)}
     elif layout == CLASSES_OF_SPLITS:
         splits = _splits_of_classes(root, source)
     else:
@@ -115,14 +112,22 @@ def _read_classes(root: Folder, train_split: str | None, named: set[str], data_l
         raise InputError(f"No image in a class folder of {root.path}. {HOW}.")
     for name, files in splits.get(TRAIN, {}).items():
         if not files:
-            raise InputError(f"Class folder {name!r} of {root.path} has no image to train on. Add some or remove it.")
+            filled = [folder.path for folder in root.filled]
+            remedy = f", or give `data_dir={filled[0]}`" if len(filled) == 1 else ""
+            raise InputError(
+                f"Class folder {name!r} of {root.path} has no image to train on. Add some or remove it{remedy}."
+            )
     source.splits = {split: table(classes) for split, classes in splits.items()}
     return source
 
 
-def _classes(folders: list[Folder]) -> Classes:
+def _classes(folders: list[Folder], source: Source | None) -> Classes:
+    """Read the images of each class; a source takes the folders whose names say that they have no labels."""
     classes: Classes = {}
     for folder in folders:
+        if source and split_kinds([folder.name]).get(folder.name) == UNLABELED:
+            _leave_out_folders(source, [folder])
+            continue
         # Two folders of one name, composed and decomposed, are one class.
         classes.setdefault(normal(folder.name), []).extend(folder.images())
     return classes
@@ -146,7 +151,7 @@ def _splits(
                 raise InputError(f"{folder.path} holds no class folders. {HOW}, or name another split.")
             _leave_out_folders(source, [folder])
             continue
-        splits[name] = _classes(inner.folders if name == train else inner.filled)
+        splits[name] = _classes(inner.folders if name == train else inner.filled, source if known_only else None)
         source.leave_out(inner.files, name, "they lie beside the class folders", inner.path)
     return splits
 

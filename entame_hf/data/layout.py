@@ -88,6 +88,7 @@ def find_layout(root: Folder, layout: str, named: set[str]) -> tuple[str, dict[s
     if kinds:
         return _classes_beside(root, inside, kinds)
     _refuse_repeated(root, inside)
+    _refuse_splits_beside(root, inside)
     return CLASSES, {}
 
 
@@ -110,7 +111,8 @@ def _splits_or_classes(
         if repeated
         else f"{train} holds folders, as a split does"
     )
-    likely = next((name for name in strangers if shared[name]), None)
+    held = {kind for name, kind in kinds.items() if name != train and class_names(inside[name], classes)}
+    likely = None if held else next((name for name in strangers if shared[name]), None)
     choose = f"`train_split={train}`" + (f" `eval_split={likely}`" if likely else "")
     raise InputError(
         f"In {root.path}, {why}, but no split is called {strange}. If {train} is the split to train on, give "
@@ -187,3 +189,14 @@ def _refuse_repeated(root: Folder, inside: dict[str, Folder]) -> None:
         f"{shorten(', '.join(sorted(shared)), 200, placeholder=' ...')}. If they are splits, say which: "
         f"`train_split={first}` `eval_split={second}`; if they are classes, give `data_layout={CLASSES}`."
     )
+
+
+def _refuse_splits_beside(root: Folder, inside: dict[str, Folder]) -> None:
+    """Refuse one folder of splits among others, as where images/ lies beside masks/."""
+    for folder in inside.values():
+        kinds = split_kinds(inner.name for inner in folder.filled)
+        if TRAIN in kinds.values() and len(set(kinds.values())) > 1:
+            raise InputError(
+                f"{folder.path} holds splits ({', '.join(kinds)}), and other folders lie beside it. If they are no classes, "
+                f"give `data_dir={folder.path}`; if they are classes, give `data_layout={CLASSES}`."
+            )

@@ -17,10 +17,10 @@ from .images import UnreadableImageError, encoded_bytes
 from .source import count_of
 from .workers import threads
 
-# So many bytes are read in seconds. Of more, hashes are known once the images are cached.
-_MAX_BYTES = 2 * 10**9
+# So many bytes and files are read in seconds. Of more, hashes are known once the images are cached.
+_MAX_BYTES, _MAX_FILES = 10**9, 20_000
 
-_AT_ONCE = 256
+_AT_ONCE = 64
 
 
 def overlap_note(split: str, rows: Dataset, train: Dataset, image_column: str, label_column: str) -> str | None:
@@ -36,8 +36,9 @@ def overlap_note(split: str, rows: Dataset, train: Dataset, image_column: str, l
     """
     sizes, others = _sizes(rows, image_column), _sizes(train, image_column)
     own, theirs = (np.flatnonzero(np.isin(a, b) & (a > 0)) for a, b in ((sizes, others), (others, sizes)))
-    if sizes[own].sum() + others[theirs].sum() > _MAX_BYTES:
-        return f"images of {split} were not compared with those of train: too many have the same size."
+    files = sum(_in_files(part, image_column) * len(i) for part, i in ((rows, own), (train, theirs)))
+    if sizes[own].sum() + others[theirs].sum() > _MAX_BYTES or files > _MAX_FILES:
+        return f"images of {split} were not compared with those of train: too many files have the same size."
     known = {digest: row for row, digest in _digests(train, theirs, image_column)}
     pairs = [(row, known[digest]) for row, digest in _digests(rows, own, image_column) if digest in known]
     if not pairs:
@@ -63,8 +64,14 @@ def _sizes(rows: Dataset, column: str) -> NDArray[np.int64]:
     where = np.flatnonzero(pc.is_valid(paths).to_numpy())
     if len(where):
         sizes = sizes.copy()
-        sizes[where] = list(threads().map(_size, paths.drop_null().to_pylist(), chunksize=_AT_ONCE))
+        names = paths.drop_null().to_pylist()
+        parts = (names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE))
+        sizes[where] = [size for part in threads().map(_file_sizes, parts) for size in part]
     return sizes
+
+
+def _file_sizes(paths: list[str]) -> list[int]:
+    return [_size(path) for path in paths]
 
 
 def _size(path: str) -> int:
@@ -74,13 +81,17 @@ def _size(path: str) -> int:
         return 0
 
 
+def _in_files(rows: Dataset, column: str) -> bool:
+    return bool(len(rows)) and (rows[0][column] or {}).get("bytes") is None
+
+
 def _digests(rows: Dataset, wanted: NDArray[np.int64], column: str) -> Iterator[tuple[int, int]]:
-    for start in range(0, len(wanted), _AT_ONCE):
-        chosen = wanted[start : start + _AT_ONCE].tolist()
-        images = rows.with_format(None)[chosen][column]
-        for row, digest in zip(chosen, threads().map(_digest, images), strict=True):
-            if digest is not None:
-                yield row, digest
+    def digests(chosen: list[int]) -> list[int | None]:
+        return [_digest(image) for image in rows[chosen][column]]
+
+    parts = [wanted[start : start + _AT_ONCE].tolist() for start in range(0, len(wanted), _AT_ONCE)]
+    for chosen, found in zip(parts, threads().map(digests, parts), strict=True):
+        yield from ((row, digest) for row, digest in zip(chosen, found, strict=True) if digest is not None)
 
 
 def _digest(image: object) -> int | None:

@@ -59,7 +59,7 @@ class Understanding:
 
         ```python
         >>> print(load_splits(data_dir="pets").describe())
-        Splits: train 850 (15 % set aside), validation 150 (set aside from train); read as DATA_DIR/CLASS.
+        Splits: train 850 (train), validation 150 (15 % of train, set aside); read as DATA_DIR/CLASS.
         Classes: 2: cat, dog.
         Images a class in train: cat 510, dog 340.
         ```

@@ -106,6 +106,11 @@ SPLITS = {
     "held_out": (of("Train held-out", "cat dog"), {"train": "Train", "validation": "held-out"}, []),
     "train_alone": (of("train", "cat dog"), {"train": "train", "validation": "train"}, []),
     "beside_text": (of("train val", "cat dog"), {"train": "train", "validation": "val"}, []),
+    "unlabeled_in_train": (
+        [*of("train val", "cat dog"), "train/unlabeled"],
+        {"train": "train", "validation": "val"},
+        ["4 images of .*unlabeled left out"],
+    ),
     "images_inside": (of("train val", "cat dog", "images/"), {"train": "train", "validation": "val"}, []),
 }
 
@@ -175,6 +180,11 @@ AMBIGUOUS = {
     "no_train": (["val/x", "val/y", "test/x"], "none to train on. Choose one: `train_split=test`"),
     "one_flat_split": (["train"], "no class folders"),
     "stranger_like_a_split": ([*of("Train held", "a b")], "a folder 'a'.*`train_split=Train` `eval_split=held`"),
+    "copy_beside_splits": (
+        [*of("train test", "a b"), *of("again/train again/test", "a b")],
+        "no split is called again.*give `train_split=train`, and",
+    ),
+    "images_beside_masks": (["images/train", "images/val", "masks"], "holds splits .*give `data_dir=.*images`"),
     "stranger_beside_splits": ([*of("train val", "a b"), "extra"], "no split is called extra.*`train_split=train`"),
     "stranger_beside_train": ([*of("train", "a b"), "extra"], "no split is called extra.*`train_split=train`"),
     "folds": (of("fold1 fold2 fold3", "cat dog"), "`train_split=fold1` `eval_split=fold2`.*`data_layout=CLASS`"),
