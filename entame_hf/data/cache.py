@@ -219,7 +219,9 @@ def _make_room(folder: Path, own: Path, needed: int, limit: int) -> int:
     """Remove unused caches until `needed` bytes fit below the limit; return the bytes of the others."""
     import fcntl
 
-    others = sorted((p for p in folder.iterdir() if p not in (own, folder / "lock")), key=lambda p: p.stat().st_mtime)
+    # Former versions wrote records; unpacked archives lie beside them.
+    others = [path for suffix in ("images", "records") for path in folder.glob(f"*.{suffix}") if path != own]
+    others.sort(key=lambda path: path.stat().st_mtime)
     taken = sum(path.stat().st_size for path in others)
     for path in others:
         if taken + needed <= limit:

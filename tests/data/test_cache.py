@@ -113,8 +113,9 @@ def test_the_bound_holds():
     assert other.kept == 2
     del cache, other
     (cache_folder() / "of-an-older-version.records").write_bytes(bytes(LENGTH))
+    (cache_folder() / "an-unpacked-archive").mkdir()
     assert ImageCache("c", 6, LENGTH, 7 * LENGTH).kept == 6
-    assert {path.name for path in cache_folder().iterdir()} == {"c.images", "lock"}
+    assert {path.name for path in cache_folder().iterdir()} == {"c.images", "lock", "an-unpacked-archive"}
 
 
 def test_a_higher_limit_makes_room_for_more():
