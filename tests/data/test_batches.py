@@ -16,12 +16,21 @@ from PIL import Image
 from transformers import ViTImageProcessor
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
-from entame_hf.data import Augmentation, ClassificationDataset, Preparation, load_image_folder, set_image_size
+from entame_hf.data import Augmentation, ClassificationDataset, Preparation, set_image_size
 from entame_hf.data.batches import batch_loader
 from entame_hf.data.cache import ImageCache
 
 PROCESSOR = set_image_size(ViTImageProcessor(), 32)
 CPU = torch.device("cpu")
+
+
+def table_of(folder):
+    """Table of a folder of images, a folder a class."""
+    paths = sorted(folder.glob("*/*"))
+    names = sorted({path.parent.name for path in paths})
+    features = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.ClassLabel(names=names)})
+    values = {"image": [str(path) for path in paths], "label": [names.index(path.parent.name) for path in paths]}
+    return datasets.Dataset.from_dict(values, features=features)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def images(folder: Path, augmentation: str = "random_resized_crop", **kwargs) -> ClassificationDataset:
-    rows = load_image_folder(folder)["train"]
+    rows = table_of(folder)
     preparation = Preparation(PROCESSOR, exact=False, whole=augmentation == "random_resized_crop")
     return ClassificationDataset(rows, "image", "label", preparation, Augmentation(augmentation), **kwargs)
 
@@ -117,7 +126,7 @@ def is_running(process: int) -> bool:
 
 
 def test_exact_pixels_are_not_taken_from_others(folder):
-    exact = ClassificationDataset(load_image_folder(folder)["train"], "image", "label", Preparation(PROCESSOR))
+    exact = ClassificationDataset(table_of(folder), "image", "label", Preparation(PROCESSOR))
     batches(images(folder, "none"))
     assert exact.start_reading(list(range(60)), 0, CPU) is None
 
@@ -229,7 +238,7 @@ def test_other_datasets_go_trainers_way(tiny_vit, tmp_path):
 
 
 def test_images_of_a_folder_are_those_of_a_table(folder):
-    rows = load_image_folder(folder)["train"]
+    rows = table_of(folder)
     table = rows.map(lambda row: {"image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}})
     preparation = Preparation(PROCESSOR)
     for data in (table, rows):
