@@ -197,6 +197,6 @@ def _refuse_splits_beside(root: Folder, inside: dict[str, Folder]) -> None:
         kinds = split_kinds(inner.name for inner in folder.filled)
         if TRAIN in kinds.values() and len(set(kinds.values())) > 1:
             raise InputError(
-                f"{folder.path} holds splits ({', '.join(kinds)}), and other folders lie beside it. If they are no classes, "
-                f"give `data_dir={folder.path}`; if they are classes, give `data_layout={CLASSES}`."
+                f"{folder.path} holds splits ({', '.join(kinds)}), and other folders lie beside it. If they are no "
+                f"classes, give `data_dir={folder.path}`; if they are classes, give `data_layout={CLASSES}`."
             )
