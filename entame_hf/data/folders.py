@@ -87,7 +87,7 @@ def read_folder(
     source = read_metadata(root, set(named), label_column_name)
     if source is None:
         source = _read_classes(root, train_split, set(named), data_layout)
-    source.leave_out(strays, "", "they lie beside the class folders", root.path)
+    source.leave_out(strays, "", "beside the class folders", root.path)
     others = Counter[str]()
     for folder in root.walk():
         others += folder.others
@@ -107,7 +107,7 @@ def _read_classes(root: Folder, train_split: str | None, named: set[str], data_l
         splits = _splits_of_classes(root, source)
     else:
         splits = _splits(folders, train_split, named, source, known_only=data_layout == "auto")
-    source.leave_out(root.files, "", "they lie beside the class folders", root.path)
+    source.leave_out(root.files, "", "beside the class folders", root.path)
     if not any(files for classes in splits.values() for files in classes.values()):
         raise InputError(f"No image in a class folder of {root.path}. {HOW}.")
     for name, files in splits.get(TRAIN, {}).items():
@@ -152,7 +152,7 @@ def _splits(
             _leave_out_folders(source, [folder])
             continue
         splits[name] = _classes(inner.folders if name == train else inner.filled, source if known_only else None)
-        source.leave_out(inner.files, name, "they lie beside the class folders", inner.path)
+        source.leave_out(inner.files, name, "beside the class folders", inner.path)
     return splits
 
 
@@ -168,13 +168,13 @@ def _splits_of_classes(root: Folder, source: Source) -> dict[str, Classes]:
                 _leave_out_folders(source, [inside])
             else:
                 splits.setdefault(inside.name, {}).setdefault(normal(folder.name), []).extend(inside.images())
-        source.leave_out(folder.files, "", "they lie beside the folders of splits", folder.path)
+        source.leave_out(folder.files, "", "beside the folders of splits", folder.path)
     return splits
 
 
 def _leave_out_folders(source: Source, folders: list[Folder]) -> None:
     for folder in folders:
-        source.leave_out(folder.images(), folder.name, "they have no labels", folder.path)
+        source.leave_out(folder.images(), folder.name, "no labels", folder.path)
 
 
 def table(classes: Classes, features: Features = COLUMNS) -> Dataset:

@@ -76,8 +76,8 @@ def read_metadata(root: Folder, named: set[str], label_column_name: str | None =
         source.notes.append(f"{count_of(repeated, 'row')} of metadata repeat another row.")
     if lost:
         source.notes.append(f"{count_of(len(lost), 'row')} of metadata without a file left out.")
-        source.skipped += [SkippedImage(path, "", "a row of metadata without a file") for path, _ in lost]
-    source.leave_out(unnamed, "", "they have no row of metadata", root.path)
+        source.skipped += [SkippedImage(path, "", "row of metadata without a file") for path, _ in lost]
+    source.leave_out(unnamed, "", "no row of metadata", root.path)
     source.splits = _tables(root, labels, named, label_column_name or "label")
     return source
 

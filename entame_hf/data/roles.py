@@ -33,7 +33,7 @@ def choose_roles(source: Source, train_split: str | None, eval_split: str | None
         chosen[TEST] = tests[0]
     for name in source.splits:
         if name not in chosen.values():
-            _leave_out_split(source, name, "it is neither train, validation nor test")
+            _leave_out_split(source, name, "neither train, validation nor test")
     return chosen
 
 
@@ -63,7 +63,7 @@ def choose_columns(
             raise InputError(f"Split {name!r} is empty. Choose others with `train_split` and `eval_split`.")
         found = name not in (chosen[TRAIN], eval_split) and _unlabeled(part, label_column)
         if found:
-            _leave_out_split(source, name, "it has no labels")
+            _leave_out_split(source, name, "no labels")
             del rows[name]
             continue
         find_image_column(part.features, image_column)

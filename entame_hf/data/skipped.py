@@ -44,7 +44,7 @@ def write_skipped_images(folder: str | os.PathLike[str], skipped: Iterable[Skipp
         return None
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, lineterminator="\n")
         writer.writerow(SkippedImage._fields)
         writer.writerows([printable(value) for value in row] for row in rows)
     return path

@@ -45,7 +45,7 @@ SPLITS = {
     "kaggle_scenes": (
         [*of("seg_train seg_test", "sea glacier", "{0}/"), "seg_pred/seg_pred"],
         {"train": "seg_train", "validation": "seg_train", "test": "seg_test"},
-        ["4 images of .*seg_pred left out: they have no labels"],
+        ["4 images of .*seg_pred left out: no labels"],
     ),
     "training_and_validation": (
         of("training validation", "cat dog"),
@@ -65,7 +65,7 @@ SPLITS = {
     "flat_test": (
         [*of("train", "cat dog"), "test1"],
         {"train": "train", "validation": "train"},
-        ["4 images of .*test1 left out: they have no labels"],
+        ["4 images of .*test1 left out: no labels"],
     ),
     "unlabeled": (
         [*of("train val", "cat dog"), "unlabeled"],

@@ -343,8 +343,8 @@ def test_a_test_split_waits_for_the_end(tmp_path):
 def test_a_split_without_labels_is_left_out_and_said(test):
     splits = load({"train": table([0, 1, 2] * 4), "test": test, "validation": table([0, 1])})
     assert splits.test is None
-    assert f"{len(test)} images of split 'test' left out: it has no labels" in splits.describe()
-    assert splits.skipped == [SkippedImage(f"{len(test)} images", "test", "it has no labels")]
+    assert f"{len(test)} images of split 'test' left out: no labels" in splits.describe()
+    assert splits.skipped == [SkippedImage(f"{len(test)} images", "test", "no labels")]
     with pytest.raises(InputError, match=r"no label|no such column"):
         load({"train": table([0, 1, 2] * 4), "test": test}, eval_split="test")
 

@@ -80,9 +80,9 @@ def test_rows_without_file_and_files_without_row_are_said(folder):
     assert "1 row of metadata without a file left out" in said
     assert "2 images of " in said
     assert {os.path.basename(s.image): s.reason for s in splits.skipped} == {
-        "lost.jpg": "a row of metadata without a file",
-        "extra.jpg": "they have no row of metadata",
-        "more.heic": "they have no row of metadata",
+        "lost.jpg": "row of metadata without a file",
+        "extra.jpg": "no row of metadata",
+        "more.heic": "no row of metadata",
     }
 
 
