@@ -112,6 +112,25 @@ def check_push(
     return repo
 
 
+def check_push_of(args: TrainingArguments, token: str | None = None, private: bool | None = None) -> str:
+    """Make sure that a run's model can be pushed, as [`check_push`] does.
+
+    Args:
+        args (`TrainingArguments`): say where to; the repository defaults to the name of the output folder.
+        token (`str`, *optional*): overrides the arguments'.
+        private (`bool`, *optional*): overrides the arguments'.
+
+    Returns:
+        `str`: the repository with its namespace.
+    """
+    return check_push(
+        args.hub_model_id or Path(str(args.output_dir)).absolute().name,
+        token=token or args.hub_token,
+        private=args.hub_private_repo if private is None else private,
+        revision=args.hub_revision,
+    )
+
+
 def upload(
     repo: str, folder: str | Path, message: str, *, token: str | None, revision: str | None, **options: Any
 ) -> CommitInfo:

@@ -40,7 +40,7 @@ def check_processes(args: TrainingArguments) -> None:
     if launched > 1 and args.world_size == 1:
         raise InputError(
             f"{launched} processes were started, and each would train alone and write to the same folder. Without a "
-            "GPU, pass use_cpu=True (--use_cpu True); otherwise check that every process sees its GPU."
+            "GPU, set `use_cpu=True`; otherwise check that every process sees its GPU."
         )
     if args.world_size > 1 and args.auto_find_batch_size:
         raise InputError(
@@ -179,7 +179,7 @@ def check_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> None:
     if not any(group["momentum"] for group in optimizer.param_groups):
         raise InputError(
             "torch cannot restore SGD without momentum under FSDP, so no training could go on from its checkpoints. "
-            "Give momentum, --optim_args momentum=0.9, or save none, --save_strategy no."
+            "Set `optim_args=momentum=0.9`, or save none with `save_strategy=no`."
         )
 
 

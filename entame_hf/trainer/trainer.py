@@ -26,7 +26,7 @@ from .checkpoint import load_trained, prepare_resuming, save_head_state, save_st
 from .energies import BaseNoise, EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
 from .head_lr import HeadRates
-from .hub import CheckpointUploads, HubTarget, check_push, push_folder
+from .hub import CheckpointUploads, HubTarget, check_push_of, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
 from .loader import (
@@ -66,8 +66,7 @@ class EntameTrainer(Trainer):
         class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts in the loss; 1 each by default.
 
     Attributes:
-        card_options (`dict`): arguments of `create_model_card` whenever it is called, also by `push_to_hub`, such as
-            `{"dataset_tags": "uoft-cs/cifar10"}`.
+        card_options (`dict`): arguments of every `create_model_card`, such as `{"dataset_tags": "uoft-cs/cifar10"}`.
 
     Example:
 
@@ -138,8 +137,11 @@ class EntameTrainer(Trainer):
         self.head_fitter = HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
         observers = (self.evaluations, self.base_noise, self.head_fitter, self.energies, self.head_rates)
-        after = (FiniteCheck(), CheckpointUploads(self))
-        for callback in (BestCheckpointFinder(), OwnRandomness(), TrainedMark(), *observers, *after):
+        first, last = (
+            (BestCheckpointFinder(), OwnRandomness(), TrainedMark()),
+            (FiniteCheck(), CheckpointUploads(self)),
+        )
+        for callback in (*first, *observers, *last):
             self.add_callback(callback)
         # What is frozen while train() runs, and how often a batch size was tried in it.
         self.frozen, self.attempts = ExitStack(), 0
@@ -412,16 +414,9 @@ class EntameTrainer(Trainer):
 
     # Trainer finds out about a read-only token, a missing branch or a public repository after the training.
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        if not self.is_world_process_zero():
-            return
-        args = self.args
-        self.hub_model_id = check_push(
-            args.hub_model_id or Path(args.output_dir).absolute().name,
-            token=token or args.hub_token,
-            private=args.hub_private_repo if private is None else private,
-            revision=args.hub_revision,
-        )
-        self.push_in_progress = None
+        if self.is_world_process_zero():
+            self.hub_model_id = check_push_of(self.args, token, private)
+            self.push_in_progress = None
 
     # Trainer's card does not know what was done to the model, and draws nothing.
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -85,7 +85,7 @@ class TestOptimizer:
         parameters = [nn.Parameter(torch.ones(1))]
         check_optimizer(accelerator, SGD(parameters, lr=0.1, momentum=0.9))
         check_optimizer(accelerator, torch.optim.AdamW(parameters))
-        with pytest.raises(InputError, match=r"--optim_args momentum=0.9") if plugin else nullcontext():
+        with pytest.raises(InputError, match=r"`optim_args=momentum=0.9`") if plugin else nullcontext():
             check_optimizer(accelerator, SGD(parameters, lr=0.1))
 
 

@@ -1,0 +1,67 @@
+"""What is logged before a run's first step, and that measuring it stops none."""
+
+import copy
+
+import pytest
+import torch
+from conftest import RandomImages
+from test_trainer import arguments, history
+
+from entame_hf import EntameConfig, EntameTrainer
+
+
+class TestEnergyLogNeverStopsATraining:
+    @pytest.mark.parametrize(
+        "labels", [torch.tensor([0, 1, -100, 2] * 4), torch.arange(16).view(16, 1) % 10], ids=["ignored", "column"]
+    )
+    def test_labels(self, tmp_path, tiny_vit, labels):
+        data = [{"pixel_values": torch.randn(3, 32, 32), "labels": label} for label in labels]
+        trainer = EntameTrainer(tiny_vit, arguments(tmp_path, max_steps=1), train_dataset=data)
+        trainer.train()
+        assert history(trainer, "energy/noise_share") == pytest.approx([1 / 9], abs=1e-4)
+
+    @pytest.mark.parametrize("form", ["loss-alone", "hidden", "scores"])
+    def test_outputs(self, tmp_path, form):
+        class Classifier(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.head = torch.nn.Linear(12, 10)
+
+            def forward(self, pixel_values, labels):
+                logits = self.head(pixel_values[:, :, ::16, ::16].flatten(1))
+                loss = torch.nn.functional.cross_entropy(logits, labels)
+                if form == "scores":
+                    return {"loss": loss, "scores": logits}
+                return (loss,) if form == "loss-alone" else (loss, logits, 50 * pixel_values.flatten(1)[:, :10])
+
+        config = EntameConfig(head="head")
+        trainer = EntameTrainer(Classifier(), arguments(tmp_path), train_dataset=RandomImages(64), entame=config)
+        trainer.train()
+        shares = history(trainer, "energy/noise_share")
+        assert shares[:1] == (pytest.approx([1 / 9], abs=1e-4) if form == "hidden" else [])
+
+
+def test_small_batches_are_warned_about(tmp_path, tiny_vit, monkeypatch):
+    messages = []
+    monkeypatch.setattr("entame_hf.trainer.start.logger.warning", messages.append)
+    EntameTrainer(copy.deepcopy(tiny_vit), arguments(tmp_path), train_dataset=RandomImages(64)).train()
+    assert any("znorm_momentum" in message for message in messages)
+    messages.clear()
+    args = arguments(tmp_path, znorm_momentum=0.1, phi_w=1e-16)
+    EntameTrainer(copy.deepcopy(tiny_vit), args, train_dataset=RandomImages(64)).train()
+    assert messages == []
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(16, 1), (4, 4)])
+def test_noise_left_after_the_first_update_is_warned_about(tmp_path, tiny_vit, monkeypatch, batch, accumulation):
+    messages = []
+    monkeypatch.setattr("entame_hf.trainer.start.logger.warning", messages.append)
+    args = arguments(
+        tmp_path,
+        noise_lambda=1.0,
+        znorm_momentum=0.1,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+    )
+    EntameTrainer(tiny_vit, args, train_dataset=RandomImages(64)).train()
+    assert any(message.startswith("Nλ² = 16") for message in messages)
