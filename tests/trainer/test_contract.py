@@ -8,14 +8,17 @@ import inspect
 import re
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import evaluate
 import pytest
 import torch
+import torch.distributed.fsdp._common_utils
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedConfig, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainingArguments, modeling_utils
 from transformers.optimization import GreedyLR
 
 import entame_hf
@@ -70,6 +73,11 @@ def a_scheduler():
     return LambdaLR(torch.optim.SGD(nn.Linear(1, 1).parameters()), lambda _: 1.0)
 
 
+def words_of(module):
+    """Attributes that a library sets on objects of others, as its source names them."""
+    return SimpleNamespace(**dict.fromkeys(re.findall(r"_[a-z]\w+", inspect.getsource(module))))
+
+
 # Every private attribute that the package uses: the library, and an object of the kind that has it.
 PRIVATE = {
     "_train_batch_size": ("transformers", a_trainer),
@@ -85,6 +93,11 @@ PRIVATE = {
     "_foreach_copy_": ("torch", lambda _: torch),
     "_modules": ("torch", lambda _: nn.Linear(1, 1)),
     "_parameters": ("torch", lambda _: nn.Linear(1, 1)),
+    "_buffers": ("torch", lambda _: nn.Linear(1, 1)),
+    "_orig_mod": ("torch", lambda _: torch.compile(nn.Linear(1, 1))),
+    "_fsdp_wrapped_module": ("torch", lambda _: words_of(torch.distributed.fsdp._common_utils)),
+    "_hf_hook": ("accelerate", lambda _: add_hook_to_module(nn.Linear(1, 1), ModelHook())),
+    "_is_hf_initialized": ("transformers", lambda _: words_of(modeling_utils)),
     "_apply": ("torch", lambda _: nn.Module),
     "_load_from_state_dict": ("torch", lambda _: nn.Module),
     "_last_lr": ("torch", lambda _: a_scheduler()),

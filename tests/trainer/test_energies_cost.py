@@ -12,6 +12,7 @@ from test_energies import Patches, arguments, assert_agree, energies, measured_s
 from transformers import Trainer, TrainingArguments
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments
+from entame_hf.errors import NonFiniteError
 
 
 class TestCost:
@@ -75,7 +76,10 @@ class TestNeverStopsATraining:
     def test_what_is_not_finite_is_not_logged(self, tmp_path, tiny_vit):
         data = RandomImages(16)
         data.images[3] = math.nan
-        logged = energies(train(tiny_vit, arguments(tmp_path, entame_method="mei"), train_dataset=data))
+        trainer = EntameTrainer(tiny_vit, arguments(tmp_path, entame_method="mei"), train_dataset=data)
+        with pytest.raises(NonFiniteError):
+            trainer.train()
+        logged = energies(trainer)
         assert "phi_w" in logged
         assert "total" not in logged
         assert all(math.isfinite(value) for value in logged.values())
