@@ -161,4 +161,4 @@ def _best(entry: dict[str, Any], args: TrainingArguments) -> str:
 
 
 def _epoch(epoch: float | None) -> str:
-    return f"{epoch or 0:.4g}"
+    return f"{round(epoch or 0, 2):g}"

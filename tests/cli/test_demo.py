@@ -1,7 +1,16 @@
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
 import pytest
 import torch
+from cli_folders import SCRIPT
 
 from entame_hf import InputError
+from entame_hf.cli import demo
 from entame_hf.cli.demo import demo_dataset, demo_figures, demo_table, efficientnet_lite
 
 
@@ -41,3 +50,85 @@ def test_what_the_methods_came_to():
     ]
     assert demo_figures(log) == pytest.approx((0.25, 0.05))
     assert demo_table([("ENTAME", 0.25, 0.05, 0.9)]).splitlines()[-1].split() == ["ENTAME", "25.0%", "5.0%", "90.0%"]
+
+
+def options_of(tmp_path, *more):
+    return ["--output_dir", str(tmp_path / "demo"), "--max_train_samples", "600", "--max_eval_samples", "100", *more]
+
+
+def test_the_demonstration_runs_all_methods_and_says_what_to_type(tmp_path, capsys):
+    demo.main(options_of(tmp_path, "--max_steps", "2", "--use_cpu", "--disable_tqdm"))
+    printed = capsys.readouterr()
+    rows = [line for line in printed.out.splitlines() if line.rstrip().endswith("%") and line.count("%") == 3]
+    assert [row[:28].strip() for row in rows] == list(demo.RUNS)
+    assert "entame finetune --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS" in printed.out
+    assert "entame predict out/mine FOLDER" in printed.out
+    assert printed.err == ""
+    assert (tmp_path / "demo" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--resume_from_checkpoint", "last"], "keeps no checkpoints"),
+        (["--lr", "1"], "Did you mean --learning_rate[?]"),
+    ],
+)
+def test_the_demonstration_refuses_what_it_cannot_do(tmp_path, argv, message):
+    with pytest.raises(InputError, match=message):
+        demo.main(options_of(tmp_path, *argv))
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.slow
+def test_the_demonstration_shows_what_entame_does(tmp_path):
+    command = [sys.executable, "-m", "entame_hf.cli", "demo", "--output_dir", str(tmp_path / "demo")]
+    result = subprocess.run([*command, "--num_train_epochs", "2"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    usual, base, entame, recommended = (
+        [float(part.rstrip("%")) for part in line.split() if part.endswith("%")]
+        for line in result.stdout.splitlines()
+        if line.count("%") == 3 and line.startswith(tuple(demo.RUNS))
+    )
+    assert usual[0] == pytest.approx(13.2, abs=1)
+    assert base[0] == pytest.approx(50, abs=3)
+    assert entame[0] == recommended[0] == pytest.approx(11.1, abs=0.1)
+    assert entame[1] > usual[1] + 5
+    assert entame[2] > usual[2] + 5
+    assert recommended[2] > usual[2] + 5
+
+
+@pytest.mark.slow
+def test_the_demonstration_is_inspected(tmp_path):
+    for command in (["-m", "entame_hf.cli", "inspect"], [str(SCRIPT), "--inspect"]):
+        result = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+        rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()[2:8]}
+        assert float(rows["base"][2].rstrip("%")) == pytest.approx(50, abs=3)
+        assert rows["mei"][2] == rows["entame"][2] == "11.1%"
+        assert 12 < float(rows["keep"][2].rstrip("%")) < 15
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_command(tmp_path):
+    """Built from the sources, installed into an environment that has the dependencies alone."""
+    root = Path(__file__).parents[2]
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(root)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    site = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    python = tmp_path / "env" / "bin" / "python"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for command in (
+        [python, "-m", "pip", "install", "--no-deps", "--ignore-installed", wheel],
+        [tmp_path / "env" / "bin" / "entame", "finetune", "--help"],
+        [tmp_path / "env" / "bin" / "entame", "demo", "--max_steps", "2"],
+    ):
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=tmp_path, env=environment)
+        assert result.returncode == 0, result.stderr[-3000:]
+    where = [python, "-c", "import entame_hf; print(entame_hf.__file__)"]
+    found = subprocess.run(list(map(str, where)), capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert str(site) in found.stdout

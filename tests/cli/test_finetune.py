@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification, ViTImageProcessor, pipeline
 
 from entame_hf import InputError
-from entame_hf.cli import finetune
+from entame_hf.cli import finetune, inspect
 from entame_hf.data import load_splits
 
 # Fixtures.
@@ -74,16 +74,21 @@ def test_normalization_of_the_data_set_is_what_timms_config_holds(tmp_path, phot
     assert AutoImageProcessor.from_pretrained(tmp_path / "out").data_config["std"] == pytest.approx(cfg["std"])
 
 
-def test_an_interrupted_run_goes_on(tmp_path, photos, timm_folder):
-    whole = arguments(timm_folder, photos, tmp_path / "whole")
-    finetune.main(whole)
-    finetune.main(arguments(timm_folder, photos, tmp_path / "half"))
-    (tmp_path / "half" / "model.safetensors").unlink()
-    shutil.rmtree(tmp_path / "half" / "checkpoint-14")
-    finetune.main([*arguments(timm_folder, photos, tmp_path / "half"), "--resume_from_checkpoint", "last"])
-    first = AutoModelForImageClassification.from_pretrained(tmp_path / "whole").state_dict()
-    second = AutoModelForImageClassification.from_pretrained(tmp_path / "half").state_dict()
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
+@pytest.mark.parametrize("command", [finetune.main, inspect.main], ids=["finetune --inspect", "inspect"])
+def test_inspecting_writes_nothing(tmp_path, photos, timm_folder, capsys, command):
+    out = tmp_path / "out"
+    options = [*arguments(timm_folder, photos, out), *(["--inspect"] if command == finetune.main else [])]
+    command(options)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Splits: train 102")
+    first = next(i for i, line in enumerate(lines) if line.startswith("timm_model.fc: 3 classes, ln C = 1.099"))
+    assert {"base", "keep", "mei", "fn", "entame"} <= {line.split()[0] for line in lines[first + 2 :]}
+    assert not out.exists()
+    # Another run's folder is no obstacle, and stays as it is.
+    out.mkdir()
+    (out / "trainer_state.json").write_text("{}")
+    command([*options, "--overwrite"])
+    assert [path.name for path in out.iterdir()] == ["trainer_state.json"]
 
 
 def test_an_unreadable_image_is_named_and_counted(tmp_path, photos, timm_folder, capsys, caplog):
