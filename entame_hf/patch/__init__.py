@@ -5,6 +5,7 @@ from .features import HeadFeatures, class_indices, inputs_and_labels, run_model
 from .fit import HeadFit, collect_head_features, fit_head, fit_to_features
 from .fold import check_bias, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
 from .freezing import frozen_backbone, frozen_backbone_parameters, frozen_statistics
+from .probe import Probe, probe_features
 from .saving import class_names, shareable_config
 from .state import applied_config, clear_entame_state, describe_adaptation, has_trained_head, set_trained
 from .wrapping import as_transformers, label_maps, timm_processor
@@ -12,6 +13,7 @@ from .wrapping import as_transformers, label_maps, timm_processor
 __all__ = [
     "HeadFeatures",
     "HeadFit",
+    "Probe",
     "applied_config",
     "apply_entame",
     "as_transformers",
@@ -33,6 +35,7 @@ __all__ = [
     "inputs_and_labels",
     "label_maps",
     "normalised_heads",
+    "probe_features",
     "run_model",
     "set_applied",
     "set_feature_norm",

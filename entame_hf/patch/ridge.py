@@ -76,18 +76,18 @@ def fit_ridge(
 
     Source: α has the least squared error of leaving one image out, PRESS (Allen, 1974), weighted as the fit is.
     """
-    problem = _Problem(features, num_classes, mean, std, class_weights)
+    problem = LeastSquares(features, num_classes, mean, std, class_weights)
     if blind:
         problem.remove_direction(mean / std)
     gram, sums = problem.moments()
     values = torch.zeros_like(mean)
-    if _is_first():
+    if is_first():
         values, vectors = torch.linalg.eigh(gram)
         gram.copy_(vectors)
         sums.copy_(sums @ vectors)
         del vectors
     for result in (values, gram, sums):
-        _send_from_first(result)
+        send_from_first(result)
     values.clamp_(min=0)
     coarse, _ = problem.leave_one_out([problem.total * ratio for ratio in COARSE], values, gram, sums)
     around = problem.total * COARSE[int(coarse.argmin())]
@@ -97,7 +97,7 @@ def fit_ridge(
     shrunk = values + alphas[best]
     own = float((sums.square().sum(0) / shrunk).sum()) / problem.total
     weight = (sums / shrunk) @ gram.mT
-    _send_from_first(weight)
+    send_from_first(weight)
     return Ridge(
         weight,
         problem.centre,
@@ -108,7 +108,7 @@ def fit_ridge(
     )
 
 
-class _Problem:
+class LeastSquares:
     """Weighted least squares over the rows of all processes, in parts that fit in memory."""
 
     def __init__(
@@ -120,7 +120,7 @@ class _Problem:
         self.total = float(counts.sum())
         weights = torch.ones_like(counts) if class_weights is None else class_weights.to(counts)
         # In sum, images count as many as they are: α then means the same.
-        self.weights = weights * (self.total / (weights @ counts))
+        self.weights = weights * (self.total / (weights @ counts).clamp(min=1e-300))
         self.masses = self.weights * counts
         self.centre, self.removed = torch.zeros_like(mean), torch.zeros_like(mean)
         if class_weights is not None:
@@ -178,7 +178,7 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _is_first() -> bool:
+def is_first() -> bool:
     return not _is_distributed() or dist.get_rank() == 0
 
 
@@ -187,6 +187,6 @@ def _sum_on_first(values: Tensor) -> None:
         dist.reduce(values, 0)
 
 
-def _send_from_first(values: Tensor) -> None:
+def send_from_first(values: Tensor) -> None:
     if _is_distributed():
         dist.broadcast(values, 0)
