@@ -93,6 +93,13 @@ class HeadArguments:
         default=None,
         metadata={"help": "Freeze the backbone's BatchNorm running statistics, and normalise by them.", **FLAG},
     )
+    znorm_refresh_samples: int = field(
+        default=0,
+        metadata={
+            "help": "Re-estimate the feature statistics on so many training images before evaluating and saving; 0 "
+            "keeps the last batch's."
+        },
+    )
     informed_samples: int = field(
         default=50_000,
         metadata={"help": "Training images that entame_method=informed fits the head to, before the first step."},
@@ -191,6 +198,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         freeze_statistics (`bool`, *optional*):
             Freeze the backbone's BatchNorm running statistics, and normalise by them in training as in evaluation;
             its weights learn. See [`frozen_statistics`]. Defaults to `False`.
+        znorm_refresh_samples (`int`, *optional*, defaults to 0):
+            Re-estimate the feature statistics on so many training images, with the current weights, before each
+            evaluation and checkpoint and at the end: 1,000 are enough. 0 keeps those that training left.
         informed_samples (`int`, *optional*, defaults to 50,000):
             Training images that `entame_method="informed"` fits the head to, before the first step. More are sampled,
             with the classes' proportions.
@@ -253,9 +263,10 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         super().__post_init__()
         self.entame_config()
         self._check_head_lr()
-        for name in ("head_warmup_steps", "energy_logging_steps"):
+        counts = {"head_warmup_steps": "steps", "energy_logging_steps": "steps", "znorm_refresh_samples": "images"}
+        for name, of in counts.items():
             if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be 0 or a number of steps.")
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or a number of {of}.")
         if self.informed_samples < 1:
             raise ValueError(f"informed_samples={self.informed_samples} must be a number of images, such as 50000.")
 

@@ -18,8 +18,10 @@ from .arguments import ModelArguments, RunArguments
 from .data_arguments import DataArguments
 from .demo import DEFAULTS
 from .finetune import training_parser
+from .inspect import inspect_parser
 from .options import OptionParser
 from .predict import PredictArguments, predict_parser
+from .ranking import RankingArguments
 
 FOLDER = Path(__file__).with_name("help")
 
@@ -66,12 +68,18 @@ def help_texts() -> dict[str, str]:
             DEFAULTS,
         ),
         "inspect": help_text(
-            parser,
+            inspect_parser(),
             "entame inspect [FILE] [OPTIONS]",
             "Show what each method would do to your model in the first step; nothing is\n"
             "trained or written. Without a model and data, it inspects the demonstration.",
-            "entame inspect --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS",
-            {"Model": groups["Model"], "Data": groups["Data"], "First step": list(_INSPECT)},
+            "entame inspect --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS\n"
+            "entame inspect --models timm/resnet50.a1_in1k MODEL --data_dir PHOTOS",
+            {
+                "Ranking": _names(RankingArguments),
+                "Model": groups["Model"],
+                "Data": groups["Data"],
+                "First step": list(_INSPECT),
+            },
         ),
         "predict": help_text(
             predict_parser(),

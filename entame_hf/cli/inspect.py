@@ -9,11 +9,13 @@ from transformers import set_seed
 from ..config import EntameConfig
 from ..data import batch_loader
 from ..energy import inspect_head
-from .arguments import RunArguments, check_given
+from .arguments import WITHOUT_EFFECT, ModelArguments, RunArguments, check_given
+from .data_arguments import DataArguments
 from .demo import DEFAULTS, load_demo
-from .finetune import INPUTS, load, load_data, set_up, training_parser
+from .finetune import INPUTS, load, load_data, set_up
 from .launch import options_named
 from .options import OptionParser
+from .ranking import RankingArguments, check_ranking, rank_checkpoints, ranking_table
 
 
 def main(argv: list[str]) -> None:
@@ -25,20 +27,41 @@ def main(argv: list[str]) -> None:
     Raises:
         InputError: an option or what it names cannot be used.
     """
-    parser = training_parser("Show what each method would do in the first step.")
+    parser = inspect_parser()
     with options_named(parser.named):
-        inspect(parser, parser.given(argv))
+        given = parser.given(argv)
+        models = given.pop("models", None)
+        if models:
+            rank(parser, given, models)
+        else:
+            inspect(parser, given)
+
+
+def inspect_parser() -> OptionParser:
+    """Build the parser of `inspect`."""
+    kinds = [ModelArguments, DataArguments, RunArguments, RankingArguments]
+    return OptionParser(kinds, "Show what each method would do in the first step.", without=WITHOUT_EFFECT)
+
+
+def rank(parser: OptionParser, given: dict[str, Any], models: list[str]) -> None:
+    """Rank checkpoints on data by a linear probe."""
+    model_args, data_args, args, *_ = parser.build(given)
+    check_ranking(models, model_args, data_args, args)
+    set_up(args)
+    ranking = rank_checkpoints(models, load_data(model_args, data_args, args), model_args, data_args, args)
+    if args.process_index == 0:
+        print(ranking_table(ranking))
 
 
 def inspect(parser: OptionParser, given: dict[str, Any]) -> None:
     """Inspect a model on data, or the demonstration's where neither is given."""
     if any(name in given for name in INPUTS):
-        model_args, data_args, args = parser.build(given)
+        model_args, data_args, args, *_ = parser.build(given)
         check_given(model_args, data_args, args)
         set_up(args)
         model, data = load(load_data(model_args, data_args, args), model_args, data_args, args)
     else:
-        model_args, data_args, args = parser.build({**DEFAULTS, **given})
+        model_args, data_args, args, *_ = parser.build({**DEFAULTS, **given})
         set_up(args)
         model, data = load_demo(model_args, data_args, args)
     _show(model, data.train, args)

@@ -50,7 +50,7 @@ ALIASES = {
 }
 
 # Fields that hold a list, or one string.
-LISTS = ("report_to",)
+LISTS = ("models", "report_to")
 
 
 class OptionParser(HfArgumentParser):

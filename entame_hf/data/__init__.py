@@ -4,7 +4,7 @@ from .augmentation import AUGMENTATIONS, Augmentation
 from .batches import BatchDataset, batch_loader, to_device
 from .build import BuiltDatasets, build_datasets
 from .channel_statistics import channel_statistics
-from .columns import balanced_class_weights
+from .columns import balanced_class_weights, stratified_rows
 from .dataset import ClassificationDataset
 from .duplicates import Duplicates, find_duplicates
 from .folders import open_folder
@@ -60,6 +60,7 @@ __all__ = [
     "set_image_size",
     "set_normalization",
     "split_dataset",
+    "stratified_rows",
     "threads",
     "to_device",
     "update_pretrained_cfg",

@@ -220,3 +220,24 @@ def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
     counts = torch.bincount(labels, minlength=num_classes).float()
     weights = counts.sum() / (counts > 0).sum() / counts
     return torch.where(counts > 0, weights, 0.0)
+
+
+def stratified_rows(labels: Tensor, count: int, seed: int) -> list[int]:
+    """Choose rows at random so that classes keep their proportions.
+
+    Args:
+        labels (`torch.Tensor` of shape `(n,)` or `(n, C)`): the class of each row, or the fraction of each class.
+        count (`int`): how many.
+        seed (`int`): the same seed chooses the same rows.
+
+    Returns:
+        `list[int]`: in ascending order; all rows if they are no more than `count`.
+    """
+    if labels.ndim == 2:
+        labels = labels.argmax(1)
+    if len(labels) <= count:
+        return list(range(len(labels)))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    by_class = order[labels[order].argsort(stable=True)]
+    # Evenly spaced among rows that are ordered by class.
+    return by_class[torch.arange(count) * len(labels) // count].sort().values.tolist()

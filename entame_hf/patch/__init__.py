@@ -1,7 +1,7 @@
 """Apply ENTAME to a model, fold it again, freeze parts of a model, wrap a timm model."""
 
 from .apply import apply_entame, set_applied, set_feature_norm
-from .features import HeadFeatures, class_indices, inputs_and_labels, run_model
+from .features import HeadFeatures, class_indices, collect_features, inputs_and_labels, run_model
 from .fit import HeadFit, collect_head_features, fit_head, fit_to_features
 from .fold import check_bias, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
 from .freezing import frozen_backbone, frozen_backbone_parameters, frozen_statistics
@@ -21,6 +21,7 @@ __all__ = [
     "class_indices",
     "class_names",
     "clear_entame_state",
+    "collect_features",
     "collect_head_features",
     "describe_adaptation",
     "fit_head",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,6 @@ from .ridge import Ridge, fit_ridge
 from .state import applied_config, has_trained_head
 
 logger = logging.get_logger(__name__)
-
-# The own class's mean logit over the others', as a fraction of ln C: the loss starts at about half of a guess's, and
-# the entropy stays above 95 % of its maximum for every number of classes.
-MARGIN = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,10 +42,12 @@ class HeadFit:
 def fit_head(
     model: nn.Module, batches: Iterable[Any], *, class_weights: Tensor | None = None, max_samples: int = 50_000
 ) -> list[HeadFit]:
-    """Point each head at the right classes by ridge regression, small enough to stay near maximum entropy.
+    """Point each head at the right classes by ridge regression, near maximum entropy.
 
-    One pass in eval mode reads the features; weights have a closed form, with nothing to tune. Feature statistics
-    start as those of the images. In several processes, each gives its own batches, and all get the same heads.
+    Logits start as the regression's estimates of the classes' probabilities, less their means. The own class's is
+    above the others' by at most 1, and by next to nothing where features say nothing of unseen images. One pass in
+    eval mode reads the features; the weights have a closed form, with nothing to tune. Feature statistics start as
+    those of the images. In several processes, each gives its own batches, and all get the same heads.
 
     Args:
         model (`torch.nn.Module`): prepared with `apply_entame(model, EntameConfig.for_method("informed"))`.
@@ -153,9 +150,7 @@ def fit_to_features(
 @torch.no_grad()
 def _write(leaf: Any, ridge: Ridge, mean: Tensor, var: Tensor, std: Tensor) -> None:
     """Write a map of standardised features into a classifier of these, or of raw ones."""
-    # Features that tell nothing leave nothing to scale.
-    scale = MARGIN * math.log(len(ridge.weight)) / ridge.margin if ridge.margin > 1e-9 else 0.0
-    weight, centre = ridge.weight * scale, ridge.centre
+    weight, centre = ridge.weight, ridge.centre
     if isinstance(leaf, ZNormLeaf):
         leaf.znorm.mean.copy_(mean)
         leaf.znorm.var.copy_(var)

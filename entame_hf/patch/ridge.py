@@ -30,7 +30,6 @@ class Ridge(NamedTuple):
         centre (`torch.Tensor` of shape `(K,)`): float64, where logits are to be zero; zero unless classes
             are weighted.
         alpha (`float`): the penalty α.
-        margin (`float`): own class's logit less the others' mean, averaged over images.
         accuracy (`float`): the leave-one-out accuracy.
         samples (`int`): images.
     """
@@ -38,7 +37,6 @@ class Ridge(NamedTuple):
     weight: Tensor
     centre: Tensor
     alpha: float
-    margin: float
     accuracy: float
     samples: int
 
@@ -95,14 +93,12 @@ def fit_ridge(
     errors, right = problem.leave_one_out(alphas, values, gram, sums)
     best = int(errors.argmin())
     shrunk = values + alphas[best]
-    own = float((sums.square().sum(0) / shrunk).sum()) / problem.total
     weight = (sums / shrunk) @ gram.mT
     send_from_first(weight)
     return Ridge(
         weight,
         problem.centre,
         alphas[best],
-        own * num_classes / (num_classes - 1),
         float(right[best]) / problem.total,
         int(problem.total),
     )

@@ -11,16 +11,23 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderStateMixin
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..data import BatchDataset, ClassificationDataset, batch_loader
+from ..data import BatchDataset, ClassificationDataset, batch_loader, stratified_rows
 from ..errors import InputError
-from ..heads import find_heads
-from ..patch import HeadFeatures, HeadFit, collect_head_features, fit_to_features
+from ..heads import Head, find_heads
+from ..patch import (
+    HeadFeatures,
+    HeadFit,
+    collect_features,
+    collect_head_features,
+    fit_to_features,
+    normalised_heads,
+)
 from .labels import has_several_labels
 from .loader import prepared_loader
 from .loss import ClassificationLoss
@@ -42,6 +49,7 @@ class HeadFitter(TrainerCallback):
         self._fits: list[HeadFit] = []
         # What the last fit was made from, for the next trial of a search.
         self._known: tuple[str, list[HeadFeatures]] | None = None
+        self._refreshed_step = 0
 
     def fit(self) -> None:
         """Fit the heads, which were drawn before: see [`fit_head`]."""
@@ -83,24 +91,31 @@ class HeadFitter(TrainerCallback):
         several = {f"{KEY}/{fit.path}": fit.accuracy for fit in fits[1:]}
         self.trainer.log({KEY: first.accuracy, "probe_samples": first.samples, **several})
 
+    # After the best checkpoint was loaded. Every process gets here, which save_model cannot know.
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.refresh_statistics()
 
-def stratified_rows(labels: Tensor, count: int, seed: int) -> list[int]:
-    """Choose rows at random so that classes keep their proportions.
+    def refresh_statistics(self) -> None:
+        """Re-estimate the feature statistics on training images with the current weights, once a step.
 
-    Args:
-        labels (`torch.Tensor` of shape `(n,)`): the class of each row.
-        count (`int`): how many.
-        seed (`int`): the same seed chooses the same rows.
-
-    Returns:
-        `list[int]`: in ascending order; all rows if they are no more than `count`.
-    """
-    if len(labels) <= count:
-        return list(range(len(labels)))
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    by_class = order[labels[order].argsort(stable=True)]
-    # Evenly spaced among rows that are ordered by class.
-    return by_class[torch.arange(count) * len(labels) // count].sort().values.tolist()
+        To be called in all processes. A model that was not trained stays as it is.
+        """
+        trainer, step = self.trainer, self.trainer.state.global_step
+        count, heads = trainer.head_args.znorm_refresh_samples, dict(normalised_heads(trainer.model))
+        if not count or not heads or step in (0, self._refreshed_step):
+            return
+        if trainer.is_deepspeed_enabled:
+            raise InputError("`znorm_refresh_samples` needs a model that DeepSpeed does not hold: use FSDP or 0.")
+        self._refreshed_step = step
+        batches = _training_batches(trainer, count, "Feature statistics")
+        with trainer.compute_loss_context_manager(), closing(batches):
+            found = collect_features(trainer.model, [Head(*pair) for pair in heads.items()], batches, count)
+        for leaf, read in zip(heads.values(), found, strict=True):
+            mean, var = read.statistics()
+            leaf.znorm.mean.copy_(mean)
+            leaf.znorm.var.copy_(var)
 
 
 def _training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:

@@ -329,6 +329,7 @@ class EntameTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
+        self.head_fitter.refresh_statistics()
         share_buffers(self.model)
         # Metrics that evaluate something themselves have sums of their own.
         self.evaluation_sums = sums = EvaluationSums(self.args)
@@ -394,6 +395,7 @@ class EntameTrainer(Trainer):
     # Trainer pushes before other processes are done; CheckpointUploads pushes afterwards.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        self.head_fitter.refresh_statistics()
         with written_whole(self, folder), temporarily(self.args, push_to_hub=False, save_total_limit=None):
             super()._save_checkpoint(model, trial)
 

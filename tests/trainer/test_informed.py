@@ -16,10 +16,9 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, find_heads, fit_head
-from entame_hf.data import Augmentation, ClassificationDataset, Preparation, evaluation_transform
+from entame_hf.data import Augmentation, ClassificationDataset, Preparation, evaluation_transform, stratified_rows
 from entame_hf.patch import as_transformers, timm_processor
 from entame_hf.trainer import informed
-from entame_hf.trainer.informed import stratified_rows
 
 INFORMED = EntameConfig.for_method("informed")
 
@@ -204,3 +203,54 @@ def test_the_training_draws_what_it_would_without_a_pass(tmp_path):
         trainer.train()
         orders.append(seen[40:] if method == "informed" else seen)
     assert orders[0][:24] == orders[1][:24]
+
+
+def test_feature_statistics_are_refreshed_with_current_weights(tmp_path):
+    data, evaluated = RandomImages(40, classes=4), []
+    options = {
+        "learning_rate": 1e-2,
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "entame_method": "entame",
+    }
+
+    class Statistics(TrainerCallback):
+        def on_evaluate(self, args, state, control, model=None, **kwargs):
+            evaluated.append(find_heads(model)[0].module.znorm.mean.clone())
+
+    def train(**more):
+        trainer = EntameTrainer(
+            build(),
+            arguments(tmp_path, **options, **more),
+            train_dataset=data,
+            eval_dataset=data,
+            callbacks=[Statistics()],
+        )
+        trainer.train()
+        return trainer
+
+    def means(trainer):
+        read = []
+        hook = find_heads(trainer.model)[0].module.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+        with torch.no_grad():
+            trainer.model.eval()(data.images)
+        hook.remove()
+        return read[0].mean(0)
+
+    refreshed, usual = train(znorm_refresh_samples=1000), train()
+    znorm, last = (find_heads(trainer.model)[0].module.znorm for trainer in (refreshed, usual))
+    torch.testing.assert_close(znorm.mean, means(refreshed), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(last.mean, means(usual), rtol=1e-2)
+    # Training itself is the same.
+    torch.testing.assert_close(head_of(refreshed.model), head_of(usual.model))
+    assert not torch.allclose(evaluated[0], evaluated[1], rtol=1e-2)
+
+
+def test_a_model_that_is_only_evaluated_keeps_its_statistics(tmp_path):
+    data, model = RandomImages(24, classes=4), apply_entame(build())
+    trainer = EntameTrainer(
+        model, arguments(tmp_path, entame_method=None, znorm_refresh_samples=8), train_dataset=data, eval_dataset=data
+    )
+    trainer.evaluate()
+    assert not find_heads(model)[0].module.znorm.mean.any()
