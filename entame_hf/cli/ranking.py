@@ -69,6 +69,7 @@ def rank_checkpoints(
     found = []
     for name in models:
         began = time.monotonic()
+        model: Any
         model, processor = load_classifier(
             name,
             splits.class_names,

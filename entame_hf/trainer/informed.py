@@ -103,7 +103,8 @@ class HeadFitter(TrainerCallback):
         To be called in all processes. A model that was not trained stays as it is.
         """
         trainer, step = self.trainer, self.trainer.state.global_step
-        count, heads = trainer.head_args.znorm_refresh_samples, dict(normalised_heads(trainer.model))
+        count = trainer.head_args.znorm_refresh_samples
+        heads: dict[str, Any] = dict(normalised_heads(trainer.model))
         if not count or not heads or step in (0, self._refreshed_step):
             return
         if trainer.is_deepspeed_enabled:
