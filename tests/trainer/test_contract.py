@@ -121,7 +121,7 @@ def test_trainer_calls_what_is_overridden_with_the_same_parameters(name):
     assert found == known, f"transformers {version('transformers')} changed Trainer.{name}({known}) to ({found})"
 
 
-@pytest.mark.parametrize("name", set(OVERRIDDEN) - {"__init__", "create_model_card"})
+@pytest.mark.parametrize("name", sorted(set(OVERRIDDEN) - {"__init__", "create_model_card"}))
 def test_overrides_take_the_parameters_of_trainer(name):
     assert list(inspect.signature(getattr(EntameTrainer, name)).parameters) == OVERRIDDEN[name].split()
 
