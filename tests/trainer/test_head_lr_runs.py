@@ -46,16 +46,6 @@ class TestAgain:
         for after, before in zip(resumed.optimizer.param_groups, whole.optimizer.param_groups, strict=True):
             assert (after["lr"], after.get("initial_lr")) == (before["lr"], before.get("initial_lr"))
 
-    def test_a_checkpoint_without_its_optimizer_keeps_the_rate(self, tmp_path, tiny_vit):
-        args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
-        first = train(copy.deepcopy(tiny_vit), args)
-        for name in ("optimizer.pt", "scheduler.pt"):
-            (tmp_path / "checkpoint-2" / name).unlink()
-        rates = Rates()
-        resumed = train(tiny_vit, dataclasses.replace(args, max_steps=4), resume=True, callbacks=[rates])
-        assert [head for _, head in rates.steps] == logged(first) * 2
-        assert logged(resumed) == logged(first)
-
     @pytest.mark.parametrize(
         ("before", "after", "said"), [("auto", None, "had a .* have none"), (None, 1e-3, "had no")]
     )
