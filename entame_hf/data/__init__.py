@@ -7,6 +7,7 @@ from .channel_statistics import channel_statistics
 from .columns import balanced_class_weights, stratified_rows
 from .dataset import ClassificationDataset
 from .duplicates import Duplicates, find_duplicates
+from .examples import fingerprint, known_labels
 from .folders import open_folder
 from .images import UnreadableImageError, decode_image
 from .jpeg import decode_pixels
@@ -53,6 +54,8 @@ __all__ = [
     "decode_pixels",
     "evaluation_transform",
     "find_duplicates",
+    "fingerprint",
+    "known_labels",
     "load_splits",
     "open_dataset",
     "open_folder",

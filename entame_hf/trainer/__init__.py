@@ -3,10 +3,12 @@
 from .callbacks import EarlyEvaluation
 from .energies import PREFIX as ENERGY_PREFIX
 from .energies import EnergyRecorder
+from .files import write_whole
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
 from .lock import locked_output_dir
 from .parallel import same_on_all, whole_models
-from .resume import find_checkpoint, last_intact_checkpoint, write_whole
+from .provenance import used_options
+from .resume import find_checkpoint, last_intact_checkpoint
 from .trainer import EntameTrainer
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "last_intact_checkpoint",
     "locked_output_dir",
     "same_on_all",
+    "used_options",
     "whole_models",
     "write_whole",
 ]

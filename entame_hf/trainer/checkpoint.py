@@ -17,11 +17,40 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
 from ..config import EntameConfig
 from ..errors import InputError
 from ..heads import find_heads, is_peft
-from ..patch import applied_config, folded, normalised_heads, set_applied, set_feature_norm, set_trained
+from ..patch import (
+    applied_config,
+    describe_adaptation,
+    folded,
+    normalised_heads,
+    set_applied,
+    set_feature_norm,
+    set_trained,
+    shareable_config,
+    stock_state_dict,
+)
 
 logger = logging.get_logger(__name__)
 
 HEAD_STATE_NAME = "entame_head.safetensors"
+
+
+def save_trained(trainer: Any, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
+    """Write a trainer's model, folded, with its image processor and what is needed to resume its heads.
+
+    Args:
+        trainer ([`EntameTrainer`]): its arguments are not written: they hold a token, and paths of this machine.
+        folder (`Path`): it is made if it is missing.
+        state_dict (`dict[str, torch.Tensor]`, *optional*): the model's, gathered from shards.
+    """
+    config, rate = applied_config(trainer.model), trainer.args.learning_rate
+    record = describe_adaptation(trainer.model, trainer.head_args.entame_method, rate, trainer.head_rates.record())
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    with shareable_config(trainer.model, record):
+        save_stock_model(model, folder, stock_state_dict(trainer.model, state_dict))
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(folder)
+    if config:
+        save_head_state(trainer.model, config, folder, state_dict)
 
 
 def save_head_state(

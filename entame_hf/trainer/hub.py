@@ -29,6 +29,8 @@ from transformers.utils.hub import PushInProgress, hf_api
 
 from ..errors import InputError, RunError
 from .checkpoint import HEAD_STATE_NAME
+from .provenance import PROVENANCE
+from .resume import MANIFEST
 
 logger = logging.get_logger(__name__)
 
@@ -38,7 +40,7 @@ CARD = "README.md"
 # trainer's state and in tensorboard's files the paths of this machine.
 PUSHED = ("*.json", "*.safetensors", "*.md", "*.png", "*.py")
 
-NOT_PUSHED = ("*/*", HEAD_STATE_NAME, TRAINER_STATE_NAME)
+NOT_PUSHED = ("*/*", HEAD_STATE_NAME, TRAINER_STATE_NAME, MANIFEST, PROVENANCE)
 
 # Seconds before an upload is tried again; what arrived is not sent twice.
 PAUSES = (1, 4)

@@ -24,7 +24,7 @@ class LabelReader:
 
     def __init__(self) -> None:
         self._worst: Tensor | None = None
-        self._has_read_rows = False
+        self._has_read_rows = self._has_read_classes = False
 
     def __call__(self, inputs: Any, model: Any) -> Any:
         """Convert the labels of a batch.
@@ -39,7 +39,13 @@ class LabelReader:
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor) or _problem_type(model) == "regression":
             return inputs
-        converted = self._convert(labels, getattr(getattr(model, "config", None), "num_labels", None), model)
+        classes = getattr(getattr(model, "config", None), "num_labels", None)
+        converted = self._convert(labels, classes, model)
+        if not self._has_read_classes and classes and not converted.is_floating_point() and converted.numel():
+            # Once: it waits for the device, where a label out of range ends the process without a word.
+            self._has_read_classes = True
+            if int(converted.max()) >= classes:
+                raise InputError(too_few_classes("The labels of the first batch", int(converted.max()), classes))
         return inputs if converted is labels else {**inputs, "labels": converted}
 
     def _convert(self, labels: Tensor, classes: int | None, model: Any) -> Tensor:
@@ -86,6 +92,14 @@ class LabelReader:
                 "label an image. Give shares of classes that sum to 1; or, for several labels an image, set "
                 'model.config.problem_type = "multi_label_classification".'
             )
+
+
+def too_few_classes(what: str, highest: int, classes: int) -> str:
+    """Write the message for labels that the model has no class for."""
+    return (
+        f"{what} go up to {highest}, and the model has {classes} classes (0 to {classes - 1}). Type "
+        f"apply_entame(model, num_labels={highest + 1}), or correct the labels."
+    )
 
 
 def has_several_labels(model: Any) -> bool:

@@ -104,14 +104,33 @@ class CustomLoss:
         )
 
 
-def check_one_class(model: Any) -> None:
-    """Make sure that a model's images have one class each, or shares of classes, as our loss is about.
+def read_class_weights(weights: Any, model: Any, classes: int) -> Tensor:
+    """Convert class weights to a tensor.
+
+    Args:
+        weights (`torch.Tensor`, array or sequence of `float`): (C,).
+        model (`torch.nn.Module`): its `config.problem_type` says whether images have one class each.
+        classes (`int`): C.
 
     Raises:
-        InputError: its `config.problem_type` says that they have several labels.
+        InputError: the model's images have several labels each, or the weights are not one finite number a class.
     """
     if has_several_labels(model):
         raise InputError(
             "class_weights are about images of one class, and this model's problem_type is "
             "multi_label_classification. Leave them out, or give compute_loss_func."
         )
+    try:
+        tensor = torch.as_tensor(weights)
+    # Lists of other things than numbers.
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(
+            f"`class_weights` are no numbers ({error}). Give one for each of {classes} classes."
+        ) from error
+    if tensor.shape != (classes,):
+        shape = " × ".join(map(str, tensor.shape)) or "1"
+        raise InputError(f"`class_weights` has {shape} values, and the model {classes} classes. Give one a class.")
+    tensor = tensor if tensor.is_floating_point() else tensor.float()
+    if not (tensor.isfinite() & (tensor >= 0)).all():
+        raise InputError("`class_weights` has values that are negative or not finite. Give 1 for classes as they are.")
+    return tensor

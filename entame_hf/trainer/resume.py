@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import re
@@ -25,12 +24,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 from xxhash import xxh3_64
 
-from ..errors import InputError, NonFiniteError, RunError
+from ..errors import InputError, NonFiniteError
+from .files import explained_full_disk, write_whole
+from .provenance import save_provenance
 
 logger = logging.get_logger(__name__)
-
-# No space, no quota, or a file that is too large.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # Lists the files of a checkpoint with their sizes and hashes. It is empty while the checkpoint is written, and filled
 # last. Checkpoints of stock Trainer have none.
@@ -159,7 +157,7 @@ def last_intact_checkpoint(folder: str | Path) -> str | None:
 
 
 def find_checkpoint(asked: str | Literal[True], args: TrainingArguments) -> str:
-    """Find the checkpoint that a run resumes from, and remove the incomplete ones of its output folder.
+    """Find the checkpoint that a run resumes from.
 
     Args:
         asked (`str` or `True`): a checkpoint's folder; `True`, `"last"` or `"true"` for the newest intact one.
@@ -182,11 +180,6 @@ def find_checkpoint(asked: str | Literal[True], args: TrainingArguments) -> str:
                 f"`resume_from_checkpoint={asked}`: {reason}. Give the folder of an intact checkpoint, or "
                 f"`resume_from_checkpoint=last` (True in Python) for the newest one in the output folder {folder}."
             )
-        for checkpoint in _checkpoints(folder):
-            if is_incomplete(checkpoint):
-                # It would count among the checkpoints that `save_total_limit` keeps.
-                logger.warning(f"Removing {checkpoint}, whose writing never ended.")
-                shutil.rmtree(checkpoint, ignore_errors=True)
     return found
 
 
@@ -211,6 +204,7 @@ def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
             trainer.accelerator.wait_for_everyone()
             if is_writer:
                 _forget_place(folder / TRAINER_STATE_NAME)
+                save_provenance(trainer.provenance, folder)
                 files = sorted(file for file in folder.rglob("*") if file.is_file() and file != manifest)
                 listed = {str(file.relative_to(folder)): [file.stat().st_size, _hash(file)] for file in files}
                 write_whole(manifest, json.dumps(listed, indent=2) + "\n")
@@ -222,16 +216,6 @@ def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
         remove_oldest(folder, limit, trainer.state.best_model_checkpoint)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a text file, or leave what was there: beside it first, then in its place."""
-    draft = file.with_name(f"{file.name}.draft")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(file)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 def _forget_place(file: Path) -> None:
     """Remove this machine's path of the best checkpoint; [`BestCheckpointFinder`] finds it by its step."""
     state = json.loads(file.read_text(encoding="utf-8"))
@@ -239,7 +223,7 @@ def _forget_place(file: Path) -> None:
 
 
 def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:
-    """Keep so many checkpoints of a run, the newest and the best among them.
+    """Keep so many checkpoints of a run, the newest and the best among them, and no incomplete one.
 
     Trainer orders them by time, so a clock that is behind makes it remove each checkpoint that it has just written.
 
@@ -248,6 +232,10 @@ def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:
         limit (`int`, *optional*): `save_total_limit`; by default, and if it is not positive, all stay.
         best (`str`, *optional*): the best checkpoint; it stays.
     """
+    for checkpoint in _checkpoints(newest.parent):
+        if is_incomplete(checkpoint):
+            logger.warning(f"Removing {checkpoint}, whose writing never ended.")
+            shutil.rmtree(checkpoint, ignore_errors=True)
     if limit is None or limit <= 0:
         return
     kept = {newest.absolute(), Path(best or newest).absolute()}
@@ -268,24 +256,6 @@ class BestCheckpointFinder(TrainerCallback):
                 state.best_model_checkpoint = str(best)
             else:
                 logger.warning(f"The best checkpoint so far, {best.name}, is gone: only a better one can replace it.")
-
-
-@contextmanager
-def explained_full_disk(folder: Path) -> Iterator[None]:
-    """Name the disk and what to do if it is full: the libraries name neither."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        # In the order of the three: Python's, torch's and safetensors' ways of saying it.
-        by_torch = "inline_container" in str(error)
-        if not (getattr(error, "errno", None) in FULL or by_torch or "I/O error" in str(error)):
-            raise
-        free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free / 1e6
-        reason = "torch.save could not finish" if by_torch else str(error).rstrip(".")
-        raise RunError(
-            f"{folder} could not be written: {reason}. {free:.0f} MB are free there. Earlier checkpoints are intact: "
-            "make room, and resume with `resume_from_checkpoint=last` (True in Python)."
-        ) from error
 
 
 def _checkpoints(folder: str | Path) -> list[Path]:

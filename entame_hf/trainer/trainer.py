@@ -18,13 +18,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import EntameConfig
 from ..data import BatchDataset
-from ..heads import TIMM_PREFIX, Head, find_heads
-from ..patch import applied_config, as_transformers, describe_adaptation, shareable_config, stock_state_dict
+from ..heads import TIMM_PREFIX, Head, find_heads, num_classes
+from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import FiniteCheck, OwnRandomness, TrainedMark
-from .checkpoint import load_trained, prepare_resuming, save_head_state, save_stock_model
+from .checkpoint import load_trained, prepare_resuming, save_trained
 from .energies import BaseNoise, EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
+from .files import explained_full_disk
 from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push_of, push_folder
 from .informed import HeadFitter
@@ -38,10 +39,11 @@ from .loader import (
     single_image_explained,
 )
 from .lock import locked_output_dir
-from .loss import ClassificationLoss, CustomLoss, check_one_class
+from .loss import ClassificationLoss, CustomLoss, read_class_weights
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
+from .provenance import check_provenance
 from .report import try_to_write_card
-from .resume import BestCheckpointFinder, explained_full_disk, find_checkpoint, written_whole
+from .resume import BestCheckpointFinder, find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
 from .schedule import complete_schedule, explain_optimizer_errors, explain_scheduler_errors, resolve_ratios
 from .start import drop_gradients, prepare_model, resolve_config, warn_of_half_precision
@@ -63,7 +65,7 @@ class EntameTrainer(Trainer):
             callbacks, optimizers, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as for [`Trainer`].
         entame ([`EntameConfig`], *optional*):
             What is done to the heads. Takes precedence over `args`, see [`resolve_config`].
-        class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts in the loss; 1 each by default.
+        class_weights (`torch.Tensor` or array, *optional*): (C,), how much each class counts in the loss; 1 each.
 
     Attributes:
         card_options (`dict`): arguments of every `create_model_card`, such as `{"dataset_tags": "uoft-cs/cifar10"}`.
@@ -107,7 +109,7 @@ class EntameTrainer(Trainer):
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
         entame: EntameConfig | None = None,
-        class_weights: Tensor | None = None,
+        class_weights: Any = None,
     ) -> None:
         args = EntameTrainingArguments("tmp_trainer") if args is None else args
         check_processes(args)
@@ -125,7 +127,7 @@ class EntameTrainer(Trainer):
         # gradients would grow with gradient accumulation (transformers#47688).
         self.model_accepts_loss_kwargs = False
         if class_weights is not None:
-            check_one_class(self.model)
+            class_weights = read_class_weights(class_weights, self.model, num_classes(self.heads()[0].module))
         if class_weights is not None or self.label_smoother is not None:
             # Trainer's own takes the logarithm in the dtype of the logits.
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
@@ -178,6 +180,7 @@ class EntameTrainer(Trainer):
         check_output_folder(self.args)
         if resume_from_checkpoint:
             resume_from_checkpoint = same_on_all(partial(find_checkpoint, resume_from_checkpoint, self.args))
+        self.provenance = check_provenance(self, resume_from_checkpoint or None)
         self.attempts = 0
         writes = self.args.should_save and self.args.save_strategy != SaveStrategy.NO
         with locked_output_dir(self.args.output_dir, writes), self.frozen:
@@ -198,6 +201,8 @@ class EntameTrainer(Trainer):
         epochs, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
+        # Trainer would log, evaluate and save when the checkpoint's run did.
+        self.state.compute_steps(self.args, max_steps)
         if resume_from_checkpoint and batches and is_batch_stream(self.train_dataset):
             epochs, batches = place_in_stream(resume_from_checkpoint, self.args.gradient_accumulation_steps)
             self.batch_maker.skip(batches)
@@ -379,17 +384,8 @@ class EntameTrainer(Trainer):
     # No public hook gets the state dict that save_model gathers from shards. Trainer's own pickles the arguments, with
     # the token and paths of this machine, for nobody who reads them.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        if not self.args.should_save:
-            return
-        folder, config, rate = output_dir or self.args.output_dir, applied_config(self.model), self.args.learning_rate
-        record = describe_adaptation(self.model, self.head_args.entame_method, rate, self.head_rates.record())
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        with shareable_config(self.model, record):
-            save_stock_model(model, folder, stock_state_dict(self.model, state_dict))
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
-        if config:
-            save_head_state(self.model, config, folder, state_dict)
+        if self.args.should_save:
+            save_trained(self, Path(output_dir or self.args.output_dir), state_dict)
 
     # A checkpoint may be cut off halfway, which no public hook can tell: on_save comes after older ones were removed.
     # Trainer pushes before other processes are done; CheckpointUploads pushes afterwards.
@@ -446,6 +442,5 @@ class EntameTrainer(Trainer):
         self._finish_current_push()
         private = args.hub_private_repo if private is None else private
         target = HubTarget(self.hub_model_id, token or args.hub_token, revision or args.hub_revision, private)
-        options = {"model_name": target.repo.rpartition("/")[2], **kwargs}
-        write_card = partial(self.create_model_card, **options)
+        write_card = partial(self.create_model_card, **{"model_name": target.repo.rpartition("/")[2], **kwargs})
         return push_folder(target, args.output_dir, str(commit_message), write_card, blocking)

@@ -1,0 +1,111 @@
+"""Tell the examples of a dataset apart without reading an image: by their number, labels, names and sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from torch.utils.data import Subset, TensorDataset
+from transformers.trainer_utils import has_length
+from xxhash import xxh3_64
+
+from .columns import label_values
+from .dataset import ClassificationDataset
+
+
+def known_labels(dataset: Any) -> NDArray[np.int64] | None:
+    """Get the class of each example, if that takes no look at the examples.
+
+    Args:
+        dataset (dataset):
+            A [`ClassificationDataset`], a `datasets.Dataset` with a column "label" or "labels", a dataset of torch or
+            torchvision with its classes in `targets` or `labels`, or a `Subset` of one.
+
+    Returns:
+        `numpy.ndarray` or `None`: int64 (N,); `None` if the labels are not known, or are no class indices.
+    """
+    if isinstance(dataset, Subset):
+        labels = known_labels(dataset.dataset)
+        return None if labels is None else labels[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, datasets.Dataset):
+        column = next((name for name in ("labels", "label") if name in dataset.column_names), None)
+        values = None if column is None else label_values(dataset, column)
+        if values is None or values.null_count or not pa.types.is_integer(values.type):
+            return None
+        return values.to_numpy().astype(np.int64)
+    known: Any = dataset.tensors[-1] if isinstance(dataset, TensorDataset) else None
+    known = next((getattr(dataset, name) for name in ("targets", "labels") if hasattr(dataset, name)), known)
+    try:
+        found = np.asarray(known)
+    # Rows of different lengths, or a tensor on another device.
+    except (TypeError, ValueError):
+        return None
+    is_index = found.ndim == 1 and found.dtype.kind in "iu"
+    return found.astype(np.int64) if is_index and has_length(dataset) and len(found) == len(dataset) else None
+
+
+def fingerprint(dataset: Any) -> dict[str, Any] | None:
+    """Describe which examples a dataset has, in their order.
+
+    It does not depend on the folder or the machine that they lie on.
+
+    Args:
+        dataset (dataset): any dataset; of one that is not known, the number of examples is described.
+
+    Returns:
+        `dict` or `None`: `examples`, their number, and `hash`; `None` for a stream.
+
+    Example:
+
+    ```python
+    >>> fingerprint(splits.train)
+    {'examples': 4000, 'hash': '5d9c8b7f6a1e2c30'}
+    ```
+    """
+    if not has_length(dataset):
+        return None
+    digest = xxh3_64()
+    labels = known_labels(dataset)
+    if labels is not None:
+        digest.update(labels.tobytes())
+    for values in _images(dataset):
+        digest.update(values)
+    return {"examples": len(dataset), "hash": digest.hexdigest()}
+
+
+def _images(dataset: Any) -> list[bytes]:
+    """List what tells images apart: the ends of their paths, and the lengths of the files that tables hold."""
+    if isinstance(dataset, Subset):
+        indices = np.asarray(dataset.indices, dtype=np.int64)
+        return [indices.tobytes(), *_images(dataset.dataset)]
+    if isinstance(dataset, ClassificationDataset):
+        return _column(dataset.dataset, dataset.image_column)
+    if isinstance(dataset, datasets.Dataset):
+        images = [name for name, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
+        return [values for name in images for values in _column(dataset, name)]
+    # torchvision's folders.
+    return [_ends([path for path, _ in dataset.samples])] if hasattr(dataset, "samples") else []
+
+
+def _column(dataset: datasets.Dataset, name: str) -> list[bytes]:
+    # Of the whole table, as it lies on disk: choosing rows would copy the images that are in it.
+    values = dataset.data.column(name)
+    is_struct = pa.types.is_struct(values.type)
+    parts = [pc.struct_field(values, part) for part in ("bytes", "path")] if is_struct else [values]
+    found = []
+    for part in parts:
+        is_binary = pa.types.is_binary(part.type) or pa.types.is_large_binary(part.type)
+        part = pc.binary_length(part) if is_binary else part
+        part = part if dataset._indices is None else part.take(dataset._indices.column(0))
+        found.append(pc.fill_null(part, -1).to_numpy().tobytes() if is_binary else _ends(part.to_pylist()))
+    return found
+
+
+def _ends(paths: list[Any]) -> bytes:
+    """Join the names of files and of their folders, which stay when a dataset is moved."""
+    ends = ("/".join(str(path or "").replace("\\", "/").split("/")[-2:]) for path in paths)
+    return "\n".join(ends).encode(errors="surrogateescape")

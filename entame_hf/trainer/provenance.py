@@ -1,0 +1,248 @@
+"""What a checkpoint was trained on and with, so that a run resumes the same training or is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import SchedulerType
+from transformers.utils import logging
+
+from ..data import ClassificationDataset, StreamingDataset, fingerprint, known_labels, output_size
+from ..errors import InputError, printable
+from ..heads import base_model, num_classes, timm_model
+from ..patch import class_names
+from .files import write_whole
+from .labels import too_few_classes
+from .schedule import explain_optimizer_errors
+
+logger = logging.get_logger(__name__)
+
+PROVENANCE = "trained_on.json"
+
+# Optimizer and scheduler come back as they were, so the checkpoint's values count.
+RESTORED = (
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+)
+HEAD_RATES = ("head_lr", "head_lr_multiplier")
+
+# A run may change these: its own values count.
+CHANGEABLE = (
+    *("num_train_epochs", "max_steps", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps"),
+    *("save_strategy", "save_steps", "label_smoothing_factor", "max_grad_norm", "bf16", "fp16", "head_warmup_steps"),
+    *("metric_for_best_model", "augmentation"),
+)
+
+Options = dict[str, Any]
+
+
+def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
+    """Describe what a run trains on, compare it with a checkpoint, and take over what the checkpoint restores.
+
+    Args:
+        trainer ([`EntameTrainer`]): its `args` get the checkpoint's values of what is restored with the optimizer and
+            the scheduler, so that logs, configs and cards tell what was used. A warning names them.
+        checkpoint (`str`, *optional*): the checkpoint's folder; None for a run that starts.
+
+    Returns:
+        `dict`: what [`save_provenance`] writes into each checkpoint.
+
+    Raises:
+        InputError: the labels do not fit the model, or the checkpoint was trained on something else.
+    """
+    check_labels(trainer)
+    facts = _facts(trainer)
+    if checkpoint is not None:
+        saved = _read(Path(checkpoint, PROVENANCE))
+        if saved is None:
+            logger.warning(
+                f"{checkpoint} does not say what it was trained on: make sure that classes, examples, model and "
+                "options are the same."
+            )
+        else:
+            _refuse_others(checkpoint, saved["facts"], facts)
+            _restore(trainer, checkpoint, saved["options"])
+    return {"facts": facts, "options": _options(trainer)}
+
+
+def save_provenance(provenance: Options, checkpoint: Path) -> None:
+    """Write what [`check_provenance`] has described into a checkpoint."""
+    write_whole(checkpoint / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
+
+
+def check_labels(trainer: Any) -> None:
+    """Make sure that the model has a class for each label of its datasets, as far as the labels are known.
+
+    Raises:
+        InputError: a label is out of range; a GPU would end the process without a word of it.
+    """
+    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    classes = num_classes(trainer.heads()[0].module)
+    for name, dataset in {"train": trainer.train_dataset, **evaluated}.items():
+        labels = None if dataset is None else known_labels(dataset)
+        # -100 is left out of the loss.
+        if labels is not None and len(labels) and int(labels.max()) >= classes:
+            raise InputError(too_few_classes(f"The labels of the {name} dataset", int(labels.max()), classes))
+
+
+def _facts(trainer: Any) -> Options:
+    """Describe what must not differ between a checkpoint and the run that resumes it."""
+    args, own, model = trainer.args, trainer.head_args, base_model(trainer.model)
+    parameters = list(trainer.model.parameters())
+    head = trainer.heads()[0].module
+    known = isinstance(model, PreTrainedModel)
+    evaluated = trainer.eval_dataset
+    facts = {
+        "classes": class_names(model.config) if known else num_classes(head),
+        "model": model.config.architecture if known and timm_model(model) is not None else type(model).__name__,
+        "parameters": sum(map(_count, parameters)),
+        "trained parameters": sum(_count(parameter) for parameter in parameters if parameter.requires_grad),
+        "optimizer": _optimizer(trainer),
+        "training examples": fingerprint(trainer.train_dataset),
+        "evaluation examples": (
+            {name: fingerprint(dataset) for name, dataset in evaluated.items()}
+            if isinstance(evaluated, dict)
+            else None
+            if evaluated is None
+            else fingerprint(evaluated)
+        ),
+        "images": _images(trainer),
+        "`recipe`": own.recipe,
+        "`freeze_backbone`": own.freeze_backbone,
+        "`freeze_statistics`": bool(own.resolve("freeze_statistics")),
+        "`seed`": args.seed,
+        "`data_seed`": args.data_seed,
+        "examples per step": args.train_batch_size * args.world_size * args.gradient_accumulation_steps,
+    }
+    if args.auto_find_batch_size:
+        del facts["examples per step"]
+    return json.loads(json.dumps(facts))
+
+
+def _count(parameter: Any) -> int:
+    # DeepSpeed's shards.
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def _optimizer(trainer: Any) -> str:
+    """Name the class of a trainer's optimizer, which need not be built yet."""
+    if trainer.optimizer is not None and not trainer.is_deepspeed_enabled:
+        optimizer = trainer.optimizer
+        # accelerate's wrapper.
+        return type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if trainer.optimizer_cls_and_kwargs is not None:
+        return trainer.optimizer_cls_and_kwargs[0].__name__
+    with explain_optimizer_errors(trainer.args):
+        return trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)[0].__name__
+
+
+def _images(trainer: Any) -> str | None:
+    """Describe the size of images and how their values are scaled, as far as it is known."""
+    dataset = trainer.train_dataset
+    try:
+        if isinstance(dataset, ClassificationDataset | StreamingDataset):
+            preparation = dataset.pipeline.preparation
+            scaling = [f"{value:.3g}" for value in (*preparation.scale.flatten(), *preparation.shift.flatten())]
+            return f"{_size(preparation.output_size)}, scaled by {', '.join(scaling)}"
+        return _size(output_size(trainer.processing_class))
+    # Another processor than an image processor, or one whose images differ in size.
+    except (InputError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def _size(size: tuple[int, int]) -> str:
+    return f"{size[0]} × {size[1]} px"
+
+
+def _options(trainer: Any) -> Options:
+    names = (*RESTORED, *HEAD_RATES, *CHANGEABLE)
+    options = {name: _plain(getattr(trainer.args, name)) for name in names if hasattr(trainer.args, name)}
+    # A warm-up makes one of the other.
+    if options["lr_scheduler_type"] == "constant" and options["warmup_steps"]:
+        options["lr_scheduler_type"] = "constant_with_warmup"
+    augmentation = getattr(getattr(trainer.train_dataset, "pipeline", None), "augmentation", None)
+    options["augmentation"] = None if augmentation is None else str(augmentation)
+    return json.loads(json.dumps(options, default=str))
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _read(file: Path) -> Any:
+    """Read a checkpoint's description; None if it has none."""
+    if not file.exists():
+        return None
+    try:
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if all(isinstance(saved[name], dict) for name in ("facts", "options")):
+            return saved
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise InputError(f"{file} is damaged. Resume from another checkpoint, `resume_from_checkpoint=FOLDER`.")
+
+
+def _refuse_others(checkpoint: str, saved: Options, facts: Options) -> None:
+    differences = [
+        f"{name}: {_difference(saved[name], value)}"
+        for name, value in facts.items()
+        # What one of the two does not know cannot be compared.
+        if saved.get(name) is not None and value is not None and saved[name] != value
+    ]
+    if differences:
+        raise InputError(
+            f"{checkpoint} was trained on something else. {'; '.join(differences)}. Resume with the same, or start a "
+            "new run in another `output_dir`."
+        )
+
+
+def _difference(saved: Any, value: Any) -> str:
+    """Say how two values differ; of long lists, the first difference."""
+    if isinstance(saved, list) and isinstance(value, list):
+        if len(saved) != len(value):
+            other = [name for name in value if name not in saved] or [name for name in saved if name not in value]
+            return f"{len(saved)} in the checkpoint, {len(value)} in this run (such as {printable(other[0])})"
+        index = next(i for i, (a, b) in enumerate(zip(saved, value, strict=True)) if a != b)
+        return f"{index} is {printable(saved[index])} in the checkpoint, {printable(value[index])} in this run"
+    if isinstance(saved, dict) and isinstance(value, dict):
+        if saved.keys() != value.keys():
+            return f"{', '.join(map(str, saved))} in the checkpoint, {', '.join(map(str, value))} in this run"
+        if "examples" not in value:
+            name = next(name for name in value if saved[name] != value[name])
+            return f"{name}: {_difference(saved[name], value[name])}"
+        if saved["examples"] == value["examples"]:
+            return f"{value['examples']:,} in both, but others or in another order"
+        saved, value = saved["examples"], value["examples"]
+    return f"{saved} in the checkpoint, {value} in this run"
+
+
+def _restore(trainer: Any, checkpoint: str, saved: Options) -> None:
+    """Set a run's arguments to what a checkpoint restores, and say which of different values count."""
+    args, now = trainer.args, _options(trainer)
+    names = [*RESTORED]
+    # A head that gets or loses a learning rate of its own is refused where groups are compared.
+    if all(any(options.get(name) is not None for name in HEAD_RATES) for options in (saved, now)):
+        names += HEAD_RATES
+    kept = [name for name in names if name in saved and name in now and saved[name] != now[name]]
+    for name in kept:
+        value = SchedulerType(saved[name]) if name == "lr_scheduler_type" else saved[name]
+        setattr(args, name, value)
+    changed = [name for name in CHANGEABLE if name in saved and name in now and saved[name] != now[name]]
+    parts = []
+    if kept:
+        values = ", ".join(f"`{name}={saved[name]}` (not {now[name]})" for name in kept)
+        parts.append(f"The checkpoint's values count: {values}. To change them, start a new run from its model.")
+    if changed:
+        values = ", ".join(f"`{name}={now[name]}` (before: {saved[name]})" for name in changed)
+        parts.append(f"This run's values count from here on: {values}.")
+    if parts:
+        logger.warning(f"Resuming {checkpoint}. {' '.join(parts)}")
+
+
+def used_options(options: Options, args: TrainingArguments) -> Options:
+    """Replace, among the options that a run was given, those that its checkpoint has overridden."""
+    names = [name for name in (*RESTORED, *HEAD_RATES) if name in options]
+    return {**options, **{name: _plain(getattr(args, name)) for name in names}}

@@ -1,0 +1,239 @@
+"""A checkpoint knows what it was trained on: a run resumes the same training, or is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import datasets
+import pytest
+import timm
+import torch
+from conftest import RandomImages
+from PIL import Image
+from torch.utils.data import Subset, TensorDataset
+from transformers import ViTImageProcessor
+from transformers.utils import logging
+
+from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
+from entame_hf.data import fingerprint, known_labels
+
+DATA, HELD_OUT = RandomImages(48), RandomImages(20, seed=1)
+NAMES = [f"class {index}" for index in range(10)]
+
+
+def build(folder, model="test_resnet", names=NAMES, train=DATA, held_out=HELD_OUT, processor=None, **changes):
+    torch.manual_seed(0)
+    defaults = {
+        **{"max_steps": 4, "save_steps": 2, "logging_steps": 1, "energy_logging_steps": 0, "learning_rate": 1e-3},
+        **{"per_device_train_batch_size": 16, "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
+    }
+    args = EntameTrainingArguments(str(folder), **{**defaults, **changes})
+    network = timm.create_model(model, num_classes=len(names))
+    trainer = EntameTrainer(network, args, train_dataset=train, eval_dataset=held_out, processing_class=processor)
+    trainer.model.config.id2label = dict(enumerate(names))
+    return trainer
+
+
+def processor(side):
+    return ViTImageProcessor(size={"height": side, "width": side})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    build(folder, processor=processor(32)).train()
+    return folder
+
+
+@pytest.fixture
+def warnings(monkeypatch, caplog):
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
+    return caplog
+
+
+# ---- Another training ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"names": [*NAMES[:9], "renamed"]}, "classes: 9 is class 9 in the checkpoint, renamed in this run"),
+        ({"names": [NAMES[1], NAMES[0], *NAMES[2:]]}, "classes: 0 is class 0 in the checkpoint, class 1 in this run"),
+        ({"names": [*NAMES, "added"]}, r"classes: 10 in the checkpoint, 11 in this run \(such as added\)"),
+        ({"model": "test_efficientnet"}, "model: test_resnet in the checkpoint, test_efficientnet in this run"),
+        ({"optim": "sgd"}, "optimizer: AdamW in the checkpoint, SGD in this run"),
+        ({"optim": "adafactor"}, "optimizer: AdamW in the checkpoint, Adafactor in this run"),
+        ({"train": RandomImages(40)}, "training examples: 48 in the checkpoint, 40 in this run"),
+        ({"train": Subset(DATA, range(47, -1, -1))}, "training examples: 48 in both, but others or in another order"),
+        ({"held_out": RandomImages(20, classes=7)}, "evaluation examples: 20 in both, but others"),
+        ({"processor": processor(24)}, "images: 32 × 32 px in the checkpoint, 24 × 24 px in this run"),
+        ({"seed": 7}, "`seed`: 42 in the checkpoint, 7 in this run"),
+        ({"recipe": "recommended"}, "`recipe`: paper in the checkpoint, recommended in this run"),
+        ({"freeze_backbone": True}, "`freeze_backbone`: False in the checkpoint, True in this run"),
+        ({"gradient_accumulation_steps": 2}, "examples per step: 16 in the checkpoint, 32 in this run"),
+        ({"entame_method": "mei"}, "Resume with the same configuration"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_resume_refuses_another_training_in_one_line(run, changes, message):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=message) as error:
+        build(run, **{"processor": processor(32), **changes}).train(resume_from_checkpoint=True)
+    assert "\n" not in str(error.value)
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_part_of_the_model_that_the_user_has_frozen_is_known(run):
+    trainer = build(run)
+    next(trainer.model.parameters()).requires_grad_(False)
+    with pytest.raises(InputError, match="trained parameters"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_several_differences_are_named_together(run):
+    with pytest.raises(InputError, match=r"optimizer: .*; training examples: .*Resume with the same, or start a new"):
+        build(run, optim="sgd", train=HELD_OUT).train(resume_from_checkpoint=True)
+
+
+def test_the_same_training_split_over_other_processes_is_resumed(tmp_path, run):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    accumulated = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+    done = build(tmp_path, processor=processor(32), **accumulated)
+    assert done.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2")).global_step == 4
+
+
+def test_a_checkpoint_that_does_not_say_is_resumed_with_one_warning(tmp_path, run, warnings):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    for name in ("checkpoint_files.json", "trained_on.json"):
+        (tmp_path / "checkpoint-2" / name).unlink()
+    build(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert warnings.text.count("does not say what it was trained on") == 1
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{", '{"facts": 1, "options": {}}'])
+def test_a_damaged_description_is_refused_in_one_line(tmp_path, run, content):
+    shutil.copytree(run / "checkpoint-2", tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / "checkpoint_files.json").unlink()
+    (tmp_path / "checkpoint-2" / "trained_on.json").write_text(content)
+    with pytest.raises(InputError, match=r"trained_on\.json is damaged"):
+        build(tmp_path).train(resume_from_checkpoint=True)
+
+
+# ---- Other options ----
+
+
+def test_the_optimizers_options_are_the_checkpoints_and_are_recorded_as_used(tmp_path, run, warnings):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    others = {"learning_rate": 0.5, "weight_decay": 0.3, "adam_beta1": 0.5, "warmup_steps": 3}
+    done = build(tmp_path, processor=processor(32), **others)
+    done.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "checkpoint's values count: `learning_rate=0.001` (not 0.5), `weight_decay=0.0` (not 0.3)" in warnings.text
+    expected = torch.load(run / "checkpoint-4" / "optimizer.pt")["param_groups"]
+    assert torch.load(tmp_path / "checkpoint-4" / "optimizer.pt")["param_groups"] == expected
+    config = json.loads((tmp_path / "checkpoint-4" / "config.json").read_text())
+    assert config["entame"]["learning_rate"] == 1e-3
+    done.create_model_card()
+    assert re.search(r"learning_rate\W+0\.001", (tmp_path / "README.md").read_text())
+
+
+def test_a_resumed_schedule_is_the_checkpoints(tmp_path):
+    build(tmp_path, lr_scheduler_type="linear").train()
+    done = build(tmp_path, lr_scheduler_type="constant")
+    done.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    rates = [entry["learning_rate"] for entry in done.state.log_history if "learning_rate" in entry]
+    assert rates[-1] == pytest.approx(1e-3 / 4)
+
+
+def test_when_to_save_evaluate_and_log_is_the_runs_own_choice(tmp_path, run, warnings):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    options = {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 2}
+    done = build(tmp_path, processor=processor(32), **options)
+    done.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3", "checkpoint-4"}
+    assert [entry["step"] for entry in done.state.log_history if "eval_loss" in entry] == [3, 4]
+    assert [entry["step"] for entry in done.state.log_history if "loss" in entry] == [1, 2, 4]
+    assert "This run's values count from here on: " in warnings.text
+    assert "`save_steps=1` (before: 2)" in warnings.text
+
+
+# ---- Labels and classes ----
+
+
+class Unlabelled(torch.utils.data.Dataset):
+    """Labels that nobody knows before an example is read."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return {"pixel_values": torch.zeros(3, 32, 32), "labels": index}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"train": RandomImages(20, classes=12)}, {"held_out": RandomImages(24, classes=12)}, {"train": Unlabelled()}],
+    ids=["train", "eval", "unknown before they are read"],
+)
+def test_labels_beyond_the_models_classes_are_named_before_the_first_step(tmp_path, changes):
+    trainer = build(tmp_path, **changes)
+    with pytest.raises(InputError, match=r"(11|18).*10 classes.*apply_entame\(model, num_labels="):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 9, torch.ones(11), [[1.0] * 10]], ids=["9", "11", "a row"])
+def test_class_weights_of_another_number_are_refused(tmp_path, weights):
+    args = EntameTrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(InputError, match=r"`class_weights` .*10 classes"):
+        EntameTrainer(timm.create_model("test_resnet", num_classes=10), args, class_weights=weights)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda v: torch.tensor(v).numpy()], ids=["list", "tuple", "array"])
+def test_class_weights_are_converted(tmp_path, kind):
+    args = EntameTrainingArguments(str(tmp_path), use_cpu=True)
+    weights = [1.0 + index for index in range(10)]
+    model = timm.create_model("test_resnet", num_classes=10)
+    trainer = EntameTrainer(model, args, class_weights=kind(weights))
+    assert trainer.label_smoother.class_weights.tolist() == weights
+
+
+# ---- Fingerprints ----
+
+
+def table(names, labels):
+    features = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.ClassLabel(num_classes=3)})
+    return datasets.Dataset.from_dict({"image": names, "label": labels}, features=features)
+
+
+def test_labels_are_read_without_reading_examples():
+    labels = [0, 2, 1]
+    hf = table(["a/1.png", "a/2.png", "b/1.png"], labels)
+    tensors = TensorDataset(torch.zeros(3, 1), torch.tensor(labels))
+    assert known_labels(hf).tolist() == known_labels(tensors).tolist() == labels
+    assert known_labels(Subset(tensors, [2, 0])).tolist() == known_labels(hf.select([2, 0])).tolist() == [1, 0]
+    assert known_labels(Unlabelled()) is None
+    assert known_labels(TensorDataset(torch.zeros(3, 1))) is None
+
+
+def test_examples_have_the_same_fingerprint_wherever_they_lie():
+    here, there = (table([f"{root}/a/{i}.png" for i in range(3)], [0, 1, 2]) for root in ("/data", "/mnt/x"))
+    assert fingerprint(here) == fingerprint(there)
+    assert fingerprint(here.select([0, 1])) == fingerprint(there.select([0, 1]))
+
+
+def test_other_examples_have_another_fingerprint():
+    names = [f"/data/a/{i}.png" for i in range(4)]
+    found = [table(names[:3], [0, 0, 0]), table(names[1:], [0, 0, 0]), table(names[:3], [0, 0, 1])]
+    found += [table(names, [0] * 4).select(rows) for rows in ([0, 1, 3], [1, 0, 2], [0, 1, 2, 3])]
+    hashes = [fingerprint(dataset)["hash"] for dataset in found]
+    assert len(set(hashes)) == len(hashes)
+
+
+def test_images_in_tables_are_told_apart_by_their_sizes(tmp_path):
+    for side in (8, 9):
+        Image.effect_noise((side, side), 50).save(tmp_path / f"{side}.png")
+    small, large = ({"bytes": (tmp_path / f"{side}.png").read_bytes(), "path": None} for side in (8, 9))
+    assert fingerprint(table([small, large], [0, 0])) != fingerprint(table([large, small], [0, 0]))
