@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -86,6 +87,7 @@ class _Handler(logging.Handler):
 def quiet_libraries() -> None:
     """Keep what helps nobody from the console: bars under the bar, and remarks about defaults."""
     transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     # timm's image processors live in config.json.
     logging.getLogger("transformers.models.timm_wrapper.image_processing_timm_wrapper").setLevel(logging.ERROR)
 

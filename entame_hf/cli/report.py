@@ -95,7 +95,9 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
         f"  predict     entame predict {path} FOLDER --output predictions.csv",
     ]
     if args.save_strategy != "no":
-        lines.append(f"  continue    {resume_command(Path(folder))} --num_train_epochs {2 * round(state.epoch or 1)}")
+        longer = f"--max_steps {2 * args.max_steps}" if args.max_steps > 0 else ""
+        longer = longer or f"--num_train_epochs {2 * args.num_train_epochs:g}"
+        lines.append(f"  continue    {resume_command(Path(folder))} {longer}")
     return "\n".join(lines)
 
 

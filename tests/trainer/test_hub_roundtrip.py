@@ -191,7 +191,7 @@ def test_a_push_that_fails_ends_with_1_and_one_command_makes_up_for_it(tmp_path,
     for secret in (str(tmp_path), WRITE):
         assert secret not in run.stdout + run.stderr
     hub.faults.clear()
-    command = run.stderr.strip().splitlines()[-1]
+    command = run.stderr.strip().splitlines()[-1].rpartition("who may write there: ")[2]
     environment = {**os.environ, **hub.environment(tmp_path / "home")}
     subprocess.run(command, shell=True, cwd=tmp_path, env=environment, check=True)
     files = hub.repos["models", "ada/tuned"].files()
