@@ -15,7 +15,7 @@ from .demo import DEFAULTS, load_demo
 from .finetune import INPUTS, load, load_data, set_up
 from .launch import options_named
 from .options import OptionParser
-from .ranking import RankingArguments, check_ranking, rank_checkpoints, ranking_table
+from .ranking import RankingArguments, check_ranking, probe_dataset, rank_checkpoints, ranking_table
 
 
 def main(argv: list[str]) -> None:
@@ -68,6 +68,10 @@ def inspect(parser: OptionParser, given: dict[str, Any]) -> None:
 
 
 def _show(model: Any, train: Any, args: RunArguments) -> None:
+    model.to(args.device)
+    labels = getattr(train, "labels", None)
+    # A stream has no rows to choose from, and a probe is about one class an image.
+    probe = None if labels is None or labels.ndim > 1 else probe_dataset(model, train, args)
     if args.process_index != 0:
         return
     set_seed(args.seed)
@@ -75,4 +79,6 @@ def _show(model: Any, train: Any, args: RunArguments) -> None:
     batches = (batch.to(args.device) for batch in loader)
     given = {name: value for name in ("phi_w", "noise_lambda") if (value := getattr(args, name)) is not None}
     config = EntameConfig(**given)
-    print(inspect_head(model.to(args.device), batches, config, learning_rate=args.learning_rate, seed=args.seed))
+    print(inspect_head(model, batches, config, learning_rate=args.learning_rate, seed=args.seed))
+    if probe is not None:
+        print(probe)

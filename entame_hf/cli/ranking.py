@@ -87,15 +87,27 @@ def rank_checkpoints(
             evaluation=True,
             cache_gb=data_args.image_cache_gb,
         )
-        rows: Any = stratified_rows(images.labels, args.informed_samples, args.seed)
-        rows = rows[args.process_index :: args.world_size]
-        loader = batch_loader(
-            images, args.per_device_eval_batch_size, args.device, rows, num_workers=args.dataloader_num_workers
-        )
-        batches = (batch.to(args.device) for batch in loader)
-        probe = probe_features(model.to(args.device), batches, num_classes=len(splits.class_names))
+        probe = probe_dataset(model.to(args.device), images, args)
         found.append(RankedCheckpoint(name, probe, preparation.output_size, time.monotonic() - began))
     return sorted(found, key=lambda one: (one.probe.accuracy, one.probe.logme), reverse=True)
+
+
+def probe_dataset(model: Any, images: ClassificationDataset, args: RunArguments) -> Probe:
+    """Probe a model on images as evaluation sees them: see [`probe_features`]. To be called in all processes.
+
+    Args:
+        model (`torch.nn.Module`): an image classifier, on the device of `args`.
+        images ([`ClassificationDataset`]): of them, at most `informed_samples`, with the classes' proportions.
+        args ([`RunArguments`]): the batch size and the device too.
+    """
+    rows: Any = stratified_rows(images.labels, args.informed_samples, args.seed)
+    rows = rows[args.process_index :: args.world_size]
+    with images.evaluation_view() as view:
+        loader = batch_loader(
+            view, args.per_device_eval_batch_size, args.device, rows, num_workers=args.dataloader_num_workers
+        )
+        batches = (batch.to(args.device) for batch in loader)
+        return probe_features(model, batches, num_classes=images.pipeline.num_classes)
 
 
 def ranking_table(ranking: Sequence[RankedCheckpoint]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from cli_folders import hf_folder, photos, timm_folder  # noqa: F401
 
@@ -34,3 +36,8 @@ def test_what_cannot_be_ranked_is_refused(photos, options, said):  # noqa: F811
     options = [str(photos) if option == "PHOTOS" else option for option in options]
     with pytest.raises(InputError, match=said):
         main(["--models", "nowhere/a", "nowhere/b", "--use_cpu", *options])
+
+
+def test_inspect_says_what_to_expect_before_any_training(photos, timm_folder, capsys):  # noqa: F811
+    main(["--model_name_or_path", str(timm_folder), "--data_dir", str(photos), "--use_cpu", "--image_cache_gb", "0"])
+    assert re.search(r"Before any training: \d+\.\d% expected on unseen images", capsys.readouterr().out)
