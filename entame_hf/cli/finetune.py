@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..data import Splits
 from ..errors import InputError
-from ..trainer import whole_models
+from ..trainer import locked_output_dir, whole_models
 from .arguments import WITHOUT_EFFECT, ModelArguments, RunArguments, check_given
 from .data_arguments import DataArguments
 from .launch import options_named
@@ -65,7 +65,9 @@ def finetune(parser: OptionParser, given: dict[str, Any]) -> None:
         "dataset_args": data_args.dataset_config_name,
         "dataset": data_args.data_dir,
     }
-    run(trainer, data.test, splits.skipped)
+    # Until the end, and before anything of an older run is removed.
+    with locked_output_dir(str(args.output_dir), args.should_save):
+        run(trainer, data.test, splits.skipped)
 
 
 def set_up(args: RunArguments) -> None:

@@ -17,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import InputError, RunError
-from ..trainer import find_checkpoint, same_on_all
+from ..trainer import find_checkpoint, same_on_all, used_options
 
 RUN_FILE = "run.yaml"
 
@@ -120,7 +120,10 @@ class ClaimFolder(TrainerCallback):
             if args.resume_from_checkpoint is None:
                 for path in _left_behind(folder):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-            save_options(folder, self.options)
+                options = self.options
+            else:
+                options = used_options(self.options, args)
+            save_options(folder, options)
         self._draw(args, state)
         if args.world_size > 1:
             # Others would save the first checkpoint into a folder that is being emptied.

@@ -29,7 +29,7 @@ from ..data import (
 )
 from ..errors import InputError
 from ..metrics import metrics_of_predictions, predicted_classes
-from ..trainer import EntameTrainer
+from ..trainer import EntameTrainer, locked_output_dir
 from .app import write_app
 from .arguments import ModelArguments, RunArguments
 from .console import Console, Patience
@@ -130,17 +130,18 @@ def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[s
         `dict`: the metrics of the saved weights by split: train, eval and test.
     """
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    # Internal, that is without pushing: that comes last, with the metrics.
-    trainer.save_model(_internal_call=True)
-    found = {"train": result.metrics, "eval": trainer.evaluate()}
-    if test is not None:
-        found["test"] = trainer.evaluate(test, metric_key_prefix="test")
-    if trainer.is_world_process_zero():
-        for split, metrics in found.items():
-            save_results(folder, split, metrics)
-        save_state(folder, trainer.state)
-    trainer.create_model_card()
+    with locked_output_dir(folder, args.should_save):
+        result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        # Internal, that is without pushing: that comes last, with the metrics.
+        trainer.save_model(_internal_call=True)
+        found = {"train": result.metrics, "eval": trainer.evaluate()}
+        if test is not None:
+            found["test"] = trainer.evaluate(test, metric_key_prefix="test")
+        if trainer.is_world_process_zero():
+            for split, metrics in found.items():
+                save_results(folder, split, metrics)
+            save_state(folder, trainer.state)
+        trainer.create_model_card()
     return found
 
 

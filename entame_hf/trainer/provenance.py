@@ -33,7 +33,7 @@ HEAD_RATES = ("head_lr", "head_lr_multiplier")
 CHANGEABLE = (
     *("num_train_epochs", "max_steps", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps"),
     *("save_strategy", "save_steps", "label_smoothing_factor", "max_grad_norm", "bf16", "fp16", "head_warmup_steps"),
-    *("metric_for_best_model", "augmentation"),
+    *("metric_for_best_model", "augmentation", "mixup_alpha", "cutmix_alpha"),
 )
 
 Options = dict[str, Any]
@@ -163,8 +163,10 @@ def _options(trainer: Any) -> Options:
     # A warm-up makes one of the other.
     if options["lr_scheduler_type"] == "constant" and options["warmup_steps"]:
         options["lr_scheduler_type"] = "constant_with_warmup"
-    augmentation = getattr(getattr(trainer.train_dataset, "pipeline", None), "augmentation", None)
-    options["augmentation"] = None if augmentation is None else str(augmentation)
+    if isinstance(trainer.train_dataset, ClassificationDataset | StreamingDataset):
+        augmentation = trainer.train_dataset.pipeline.augmentation
+        options["augmentation"] = getattr(augmentation, "name", "none")
+        options |= {name: getattr(augmentation, name, 0.0) for name in ("mixup_alpha", "cutmix_alpha")}
     return json.loads(json.dumps(options, default=str))
 
 
