@@ -60,6 +60,7 @@ IN_TWO = {
     "dropout": {"max_steps": 4, "dropout": 0.5, "save_strategy": "steps", "save_steps": 2},
     "resumed": {"max_steps": 4, "dropout": 0.5, "resume": "dropout/checkpoint-2"},
     "frozen": {"max_steps": 2, "freeze_backbone": True},
+    "informed": {"max_steps": 2, "entame_method": "informed", "count": 41},
     "mixed": {"max_steps": 4, "count": 39, "mixed": True},
 }
 IN_THREE = {"uneven": {"count": 22}, "evaluations": {"evaluate": True}}
@@ -158,6 +159,10 @@ def test_each_example_is_evaluated_once(evaluated, name):
 
 def test_a_backbone_stands_still_on_two_processes(tmp_path, in_two):
     check_equal(*train(tmp_path, 1, **IN_TWO["frozen"]), in_two["frozen"])
+
+
+def test_two_processes_fit_the_informed_head_of_one(tmp_path, in_two):
+    check_equal(*train(tmp_path, 1, **IN_TWO["informed"]), in_two["informed"])
 
 
 def test_images_are_mixed_with_the_same_ones_on_two_processes(tmp_path, in_two):

@@ -25,6 +25,7 @@ ALIKE = {
     "warmed-up": PLAIN | {"entame_method": "base_wu"},
     "accumulated": PLAIN | {"gradient_accumulation_steps": 2},
     "mixed": PLAIN | {"mixed": True},
+    "informed": PLAIN | {"entame_method": "informed"},
     "recommended": PLAIN | {"recipe": "recommended", "batch_norm": "own"},
 }
 HALF = {"batch_norm": "own", "bf16": True, "logging_steps": 1, "max_steps": 1, "optim": "adamw_torch"}
