@@ -281,7 +281,8 @@ def check_finite(model: nn.Module, args: TrainingArguments, state: TrainerState,
         tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
         # FSDP2 shards parameters, not buffers, and torch takes no norm of both together.
         sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        norms = map(get_total_norm, (sharded, [tensor for tensor in tensors if not isinstance(tensor, DTensor)]))
+        whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        norms = [get_total_norm(kind) for kind in (sharded, whole)]
         if all((norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite() for norm in norms):
             return
         what = "Weights of the model are not finite"

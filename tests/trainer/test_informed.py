@@ -11,6 +11,7 @@ import timm
 import torch
 from conftest import RandomImages
 from datasets import ClassLabel, Dataset, Features, Image
+from peft import LoraConfig, get_peft_model
 from PIL import Image as PILImage
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
@@ -254,3 +255,32 @@ def test_a_model_that_is_only_evaluated_keeps_its_statistics(tmp_path):
     )
     trainer.evaluate()
     assert not find_heads(model)[0].module.znorm.mean.any()
+
+
+def test_peft_trains_the_copy_of_the_head_that_was_fitted(tmp_path):
+    model = as_transformers(timm.create_model("test_vit", num_classes=4, img_size=32))
+    model = get_peft_model(model, LoraConfig(target_modules=["qkv"], modules_to_save=["head"]))
+    original = model.base_model.model.timm_model.head.original_module.weight.clone()
+    EntameTrainer(model, arguments(tmp_path), train_dataset=RandomImages(40, classes=4)).train()
+    head = model.base_model.model.timm_model.head
+    assert torch.equal(head.original_module.weight, original)
+    assert head.modules_to_save["default"].weight.abs().max() > 1e-3
+
+
+def test_a_head_without_bias_reads_raw_features(tmp_path):
+    data, model = RandomImages(40, classes=4), build()
+    model.timm_model.fc.bias = None
+    trainer = EntameTrainer(model, arguments(tmp_path), train_dataset=data)
+    trainer.train()
+    assert type(model.timm_model.fc) is torch.nn.Linear
+    assert not trainer.entame_config().feature_norm
+    with torch.no_grad():
+        logits = model.eval()(data.images).logits
+    torch.testing.assert_close(logits.mean(0), torch.zeros(4), rtol=0, atol=1e-4)
+
+
+def test_a_compiled_run_is_fitted(tmp_path):
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    trainer = EntameTrainer(build(), arguments(tmp_path, **options), train_dataset=RandomImages(40, classes=4))
+    trainer.train()
+    assert any("probe_accuracy" in entry for entry in trainer.state.log_history)
