@@ -270,7 +270,7 @@ def test_peft_trains_the_copy_of_the_head_that_was_fitted(tmp_path):
 def test_a_head_without_bias_reads_raw_features(tmp_path):
     data, model = RandomImages(40, classes=4), build()
     model.timm_model.fc.bias = None
-    trainer = EntameTrainer(model, arguments(tmp_path), train_dataset=data)
+    trainer = EntameTrainer(model, arguments(tmp_path, freeze_statistics=True), train_dataset=data)
     trainer.train()
     assert type(model.timm_model.fc) is torch.nn.Linear
     assert not trainer.entame_config().feature_norm
