@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..errors import InputError, RunError
-from ..trainer import find_checkpoint, same_on_all, used_options
+from ..errors import InputError
+from ..trainer import check_writable, find_checkpoint, same_on_all, used_options, write_file, write_text
 
 RUN_FILE = "run.yaml"
 
@@ -56,17 +54,7 @@ def check_output_dir(args: TrainingArguments, inputs: Sequence[str | None]) -> N
         InputError: the folder cannot be written to, holds another run, or `overwrite` would remove an input.
     """
     folder = Path(str(args.output_dir))
-    # Nothing is made here: input that is refused later leaves no trace.
-    try:
-        if os.path.lexists(folder) and not folder.is_dir():
-            raise NotADirectoryError(0, "it is a file, or a link that leads nowhere")
-        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"`output_dir={folder}` cannot be written to ({error.strerror}). Give a folder of yours."
-        ) from error
+    check_writable(folder)
     if args.resume_from_checkpoint is not None:
         return
     left = _left_behind(folder)
@@ -163,30 +151,6 @@ def save_results(folder: Path, split: str, metrics: dict[str, float]) -> None:
 def save_state(folder: Path, state: TrainerState) -> None:
     """Write the trainer's state, with its log history."""
     write_file(folder / TRAINER_STATE_NAME, lambda path: state.save_to_json(str(path)))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    write_file(path, lambda draft: draft.write_text(text, encoding="utf-8"))
-
-
-def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file whole or not at all: beside its place, and renamed.
-
-    Raises:
-        RunError: the disk is full, or the folder is gone or read-only.
-    """
-    draft = path.with_name(f".{path.name}.draft")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(draft)
-        draft.replace(path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise RunError(
-            f"{path} could not be written ({error.strerror or error}). Make room there, and resume with "
-            "`resume_from_checkpoint=last`."
-        ) from error
 
 
 def last_checkpoint(args: TrainingArguments) -> str | None:

@@ -3,7 +3,7 @@
 from .callbacks import EarlyEvaluation
 from .energies import PREFIX as ENERGY_PREFIX
 from .energies import EnergyRecorder
-from .files import write_whole
+from .files import check_writable, write_file, write_text
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
 from .lock import locked_output_dir
 from .parallel import same_on_all, whole_models
@@ -18,6 +18,7 @@ __all__ = [
     "EnergyRecorder",
     "EntameTrainer",
     "HeadRates",
+    "check_writable",
     "find_checkpoint",
     "head_learning_rate",
     "last_intact_checkpoint",
@@ -25,5 +26,6 @@ __all__ = [
     "same_on_all",
     "used_options",
     "whole_models",
-    "write_whole",
+    "write_file",
+    "write_text",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
@@ -99,14 +99,25 @@ def saved_config(folder: str | Path) -> EntameConfig | None:
     file = Path(folder, HEAD_STATE_NAME)
     if not file.exists():
         return None
-    with safe_open(str(file), framework="pt") as tensors:
-        return EntameConfig.from_dict(json.loads(tensors.metadata()["entame"]))
+    try:
+        with safe_open(str(file), framework="pt") as tensors:
+            return EntameConfig.from_dict(json.loads(tensors.metadata()["entame"]))
+    except (SafetensorError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(_damaged(file, error)) from error
 
 
 def saved_record(folder: str | Path) -> dict[str, Any]:
     """Read what a checkpoint's config says of how its model was adapted; nothing where it says nothing."""
     file = Path(folder, CONFIG_NAME)
-    return (json.loads(file.read_text()).get("entame") if file.exists() else None) or {}
+    try:
+        return dict((json.loads(file.read_text(encoding="utf-8")).get("entame") if file.exists() else None) or {})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise InputError(_damaged(file, error)) from error
+
+
+def _damaged(path: str | Path, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:200]
+    return f"{path} cannot be resumed from ({reason}). Give another checkpoint, `resume_from_checkpoint=FOLDER`."
 
 
 def prepare_resuming(model: nn.Module, config: EntameConfig, folder: str | Path) -> None:
@@ -154,9 +165,15 @@ def load_weights(model: nn.Module, folder: str | Path) -> bool:
         return False
     try:
         # Wide enough for every tensor of a model of mixed precision.
-        stock = type(model).from_pretrained(folder, dtype=torch.promote_types(model.dtype, torch.float32))
+        # Wide enough for every tensor of a model of mixed precision.
+        wide = torch.promote_types(model.dtype, torch.float32)
+        loaded: Any = type(model).from_pretrained(folder, dtype=wide, output_loading_info=True)
     except (TypeError, OSError):
         return False
+    stock, report = loaded
+    # transformers draws them at random.
+    if missing := sorted(report["missing_keys"]):
+        raise RuntimeError(f"it lacks {len(missing)} tensors of the model, such as {missing[0]}")
     model.load_state_dict(stock.state_dict())
     return True
 
@@ -194,14 +211,23 @@ def load_trained(model: nn.Module, folder: str | Path, load: Callable[[], None],
         folder (`str` or `Path`): the checkpoint's folder.
         load (`Callable`): loads by Trainer's means, where there is no better way.
         sharded (`bool`): whether processes hold shards of the model, which are saved and loaded as they train.
+
+    Raises:
+        InputError: the checkpoint is damaged, or holds another model.
     """
-    if sharded:
-        load()
-        _note_trained(model, folder)
-        return
-    if is_peft(model):
-        with folded(model):
+    try:
+        if sharded:
             load()
-    elif not load_weights(model, folder):
-        load()
-    load_head_state(model, folder)
+            _note_trained(model, folder)
+            return
+        if is_peft(model):
+            with folded(model):
+                load()
+        elif not load_weights(model, folder):
+            load()
+        load_head_state(model, folder)
+    except torch.OutOfMemoryError:
+        raise
+    # Tensors that are missing or of another shape.
+    except (SafetensorError, RuntimeError, KeyError) as error:
+        raise InputError(_damaged(folder, error)) from error

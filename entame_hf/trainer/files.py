@@ -3,27 +3,71 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers import TrainingArguments
 
-from ..errors import RunError
+from ..errors import InputError, RunError
 
 # No space, no quota, or a file that is too large.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a text file, or leave what was there: beside it first, then in its place."""
-    draft = file.with_name(f"{file.name}.draft")
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all."""
+    write_file(path, lambda draft: draft.write_text(text, encoding="utf-8"))
+
+
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file whole or not at all: beside its place, and renamed.
+
+    Raises:
+        RunError: the disk is full, or the folder is gone or read-only.
+    """
+    draft = path.with_name(f".{path.name}.draft")
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(file)
-    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(draft)
+        draft.replace(path)
+    except OSError as error:
         draft.unlink(missing_ok=True)
+        raise RunError(
+            f"{path} could not be written ({error.strerror or error}). Make room there, and resume with "
+            "`resume_from_checkpoint=last`."
+        ) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Make sure that files can be written to a folder, which is not made yet if it is missing.
+
+    Raises:
+        InputError: it is a file, a link that leads nowhere, too long a name, or not this user's.
+    """
+    # Input that is refused later leaves no trace.
+    try:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise NotADirectoryError(0, "it is a file, or a link that leads nowhere")
+        parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"`output_dir={folder}` cannot be written to ({error.strerror}). Give a folder of yours."
+        ) from error
+
+
+def make_output_dir(args: TrainingArguments) -> None:
+    """Make the output folder as Trainer does, but explain in one line why it cannot be made."""
+    folder = Path(str(args.output_dir))
+    if args.should_save and not os.path.isdir(folder):
+        check_writable(folder)
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from transformers.utils import logging
 
 from ..errors import InputError
+from .files import check_writable
 
 logger = logging.get_logger(__name__)
 
@@ -35,6 +36,7 @@ def locked_output_dir(folder: str | Path, is_writer: bool = True) -> Iterator[No
     if not is_writer or place in _held:
         yield
         return
+    check_writable(place)
     place.mkdir(parents=True, exist_ok=True)
     with (place / LOCK_FILE).open("a+") as file:
         try:

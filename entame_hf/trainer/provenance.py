@@ -14,7 +14,7 @@ from ..data import ClassificationDataset, StreamingDataset, fingerprint, known_l
 from ..errors import InputError, printable
 from ..heads import base_model, num_classes, timm_model
 from ..patch import class_names
-from .files import write_whole
+from .files import write_text
 from .labels import too_few_classes
 from .schedule import explain_optimizer_errors
 
@@ -70,7 +70,7 @@ def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
 
 def save_provenance(provenance: Options, checkpoint: Path) -> None:
     """Write what [`check_provenance`] has described into a checkpoint."""
-    write_whole(checkpoint / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
+    write_text(checkpoint / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
 
 
 def check_labels(trainer: Any) -> None:

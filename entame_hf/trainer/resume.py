@@ -25,7 +25,7 @@ from transformers.utils import logging
 from xxhash import xxh3_64
 
 from ..errors import InputError, NonFiniteError
-from .files import explained_full_disk, write_whole
+from .files import explained_full_disk, write_text
 from .provenance import save_provenance
 
 logger = logging.get_logger(__name__)
@@ -207,7 +207,7 @@ def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
                 save_provenance(trainer.provenance, folder)
                 files = sorted(file for file in folder.rglob("*") if file.is_file() and file != manifest)
                 listed = {str(file.relative_to(folder)): [file.stat().st_size, _hash(file)] for file in files}
-                write_whole(manifest, json.dumps(listed, indent=2) + "\n")
+                write_text(manifest, json.dumps(listed, indent=2) + "\n")
         except BaseException:
             if is_writer and is_incomplete(folder):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -219,7 +219,7 @@ def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
 def _forget_place(file: Path) -> None:
     """Remove this machine's path of the best checkpoint; [`BestCheckpointFinder`] finds it by its step."""
     state = json.loads(file.read_text(encoding="utf-8"))
-    write_whole(file, json.dumps({**state, "best_model_checkpoint": None}, indent=2, sort_keys=True) + "\n")
+    write_text(file, json.dumps({**state, "best_model_checkpoint": None}, indent=2, sort_keys=True) + "\n")
 
 
 def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:

@@ -25,7 +25,7 @@ from .callbacks import FiniteCheck, OwnRandomness, TrainedMark
 from .checkpoint import load_trained, prepare_resuming, save_trained
 from .energies import BaseNoise, EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
-from .files import explained_full_disk
+from .files import explained_full_disk, make_output_dir
 from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push_of, push_folder
 from .informed import HeadFitter
@@ -113,6 +113,7 @@ class EntameTrainer(Trainer):
     ) -> None:
         args = EntameTrainingArguments("tmp_trainer") if args is None else args
         check_processes(args)
+        make_output_dir(args)
         wrapped = None if model is None else as_transformers(model)
         super().__init__(
             *(wrapped, args, data_collator, train_dataset, eval_dataset, processing_class, model_init),  # type: ignore

@@ -1,0 +1,87 @@
+"""What cannot be written or read is one line: odd output folders, damaged heads and configs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import timm
+import torch
+from conftest import RandomImages
+from safetensors.torch import load_file, save_file
+
+from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
+
+
+def build(folder, model="test_resnet", **changes):
+    torch.manual_seed(0)
+    options = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 16, "disable_tqdm": True, **changes}
+    args = EntameTrainingArguments(str(folder), use_cpu=True, report_to="none", **options)
+    return EntameTrainer(timm.create_model(model, num_classes=10), args, train_dataset=RandomImages(48))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    build(folder).train()
+    return folder / "checkpoint-1"
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link", "long name", "below a file"])
+def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path, kind):
+    out = tmp_path / "out"
+    if kind == "dangling link":
+        out.symlink_to(tmp_path / "nowhere")
+    elif kind == "long name":
+        out = tmp_path / ("x" * 300)
+    else:
+        out.write_text("mine")
+    with pytest.raises(InputError, match=r"`output_dir=.*` cannot be written to"):
+        build(out / "below" if kind == "below a file" else out)
+
+
+def odd_head(folder, metadata, keep=lambda name: True):
+    tensors = load_file(folder / "entame_head.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if keep(name)}
+    save_file(tensors, folder / "entame_head.safetensors", metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: odd_head(folder, None),
+        lambda folder: odd_head(folder, {"entame": "null"}),
+        lambda folder: odd_head(folder, {"entame": '{"init": 3}'}),
+        lambda folder: odd_head(folder, {"entame": '{"phi_w": "much"}'}),
+        lambda folder: (folder / "config.json").write_text("null"),
+        lambda folder: (folder / "config.json").write_text('{"entame": 3}'),
+        lambda folder: (folder / "config.json").write_text("{"),
+        lambda folder: (folder / "model.safetensors").unlink() or save_file({}, folder / "model.safetensors"),
+    ],
+    ids=["no metadata", "null", "wrong type", "wrong value", "null config", "odd record", "no JSON", "no tensors"],
+)
+def test_damaged_heads_configs_and_weights_are_one_line(tmp_path, checkpoint, damage):
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    (folder / "checkpoint_files.json").unlink()
+    damage(folder)
+    with pytest.raises(InputError, match="cannot be resumed from") as error:
+        build(tmp_path / "out").train(resume_from_checkpoint=str(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_a_head_that_lacks_a_tensor_is_one_line(tmp_path, checkpoint):
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    (folder / "checkpoint_files.json").unlink()
+    with_metadata = {"entame": json.dumps(build(tmp_path / "out").entame_config().to_dict())}
+    odd_head(folder, with_metadata, keep=lambda name: not name.endswith("bias"))
+    with pytest.raises(InputError, match="cannot be resumed from"):
+        build(tmp_path / "out").train(resume_from_checkpoint=str(folder))
+
+
+def test_a_checkpoint_of_another_model_is_one_line_where_it_does_not_say_so(tmp_path, checkpoint):
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    for name in ("checkpoint_files.json", "trained_on.json"):
+        (folder / name).unlink()
+    with pytest.raises(InputError, match="cannot be resumed from"):
+        build(tmp_path / "out", "test_efficientnet").train(resume_from_checkpoint=str(folder))
