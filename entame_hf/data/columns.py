@@ -211,7 +211,7 @@ def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
 
     ```python
     >>> import torch
-    >>> from entame_hf.loss import balanced_class_weights
+    >>> from entame_hf.data import balanced_class_weights
 
     >>> balanced_class_weights(torch.tensor([0, 0, 0, 1]), 2)
     tensor([0.6667, 2.0000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from accelerate.utils import set_seed
@@ -54,17 +55,23 @@ class EarlyEvaluation(TrainerCallback):
 class FiniteCheck(TrainerCallback):
     """Stop a training whose loss or weights are not finite any more, before anything of it is saved.
 
-    Looked at are the loss that is logged, and the weights whenever a loss is logged, before each checkpoint and at the
-    end. Steps that fp16's loss scaling skips leave the weights finite.
+    It looks at each logged loss, and at the weights whenever a loss is logged, before each checkpoint and at the end.
+    With fp16, loss scaling skips single steps: two logged losses in a row must be not finite.
 
     Raises:
         NonFiniteError: the message says after which step, and what to try.
     """
 
+    def __init__(self) -> None:
+        self._skipped = False
+
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss = (kwargs.get("logs") or {}).get("loss")
-        if loss is not None:
-            check_finite(kwargs["model"], args, state, loss)
+        if loss is None:
+            return
+        skipped = args.fp16 and not math.isfinite(loss) and not self._skipped
+        check_finite(kwargs["model"], args, state, 0.0 if skipped else loss)
+        self._skipped = skipped
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -69,7 +69,7 @@ def check_push(
     Example:
 
     ```python
-    >>> from entame_hf.hub import check_push
+    >>> from entame_hf.trainer.hub import check_push
 
     >>> check_push("my-model", private=True)  # doctest: +SKIP
     'me/my-model'
@@ -217,7 +217,7 @@ def upload_command(
     Example:
 
     ```python
-    >>> from entame_hf.hub import upload_command
+    >>> from entame_hf.trainer.hub import upload_command
 
     >>> upload_command("me/my-model", "out", private=True, revision=None)[:38]
     'hf upload me/my-model out . --private '

@@ -79,6 +79,9 @@ def check_labels(trainer: Any) -> None:
     Raises:
         InputError: a label is out of range; a GPU would end the process without a word of it.
     """
+    if trainer.model is None:
+        # A search builds it for each trial.
+        return
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     classes = num_classes(trainer.heads()[0].module)
     for name, dataset in {"train": trainer.train_dataset, **evaluated}.items():

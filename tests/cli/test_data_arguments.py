@@ -40,7 +40,7 @@ def test_randaugment_is_refused_where_a_processor_resizes_no_bytes(streaming):
     part = Dataset.from_dict({"image": [{"bytes": b"x", "path": None}] * 2, "label": [0, 1]}, features=features)
     part = part.to_iterable_dataset() if streaming else part
     processor = set_image_size(DINOv3ViTImageProcessor(), 32)
-    with pytest.raises(InputError, match=r"--augmentation randaugment needs .* use --augmentation flip"):
+    with pytest.raises(InputError, match=r"`augmentation=randaugment` needs .* use `augmentation=flip`"):
         build_datasets(
             Splits(part, part, ["a", "b"], "image", "label"),
             processor,

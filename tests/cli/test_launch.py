@@ -15,7 +15,7 @@ from entame_hf.cli.launch import run_script, say_once
     ("error", "code", "message"),
     [
         (InputError("No data.\n Give some."), 2, "tool.py: error: No data. Give some.\n"),
-        (RunError("No space.\nMake room."), 1, "tool.py: error: No space. Make room.\n"),
+        (RunError("No space.\nMake room."), 1, "tool.py: error: No space.\nMake room.\n"),
         (KeyboardInterrupt(), 130, "tool.py: interrupted.\n"),
     ],
     ids=["input", "run", "interrupted"],

@@ -58,7 +58,11 @@ def fold_through_compile(model):
     return model
 
 
-@pytest.mark.parametrize("finish", [fold, fold_then_copy, fold_through_compile, lambda model: model], ids=["fold", "copy", "compile", "never"])
+@pytest.mark.parametrize(
+    "finish",
+    [fold, fold_then_copy, fold_through_compile, lambda model: model],
+    ids=["fold", "copy", "compile", "never"],
+)
 @pytest.mark.parametrize("source", SOURCES)
 def test_loads_in_timm_and_in_transformers(tmp_path, source, finish):
     model = apply_entame(SOURCES[source](tmp_path), EntameConfig(phi_w=0.1))
