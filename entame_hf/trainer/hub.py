@@ -63,7 +63,7 @@ def check_push(
         `str`: the repository with its namespace.
 
     Raises:
-        InputError: there is no token, it may not write there, the name is taken by a data set or a Space, the
+        InputError: there is no token, it may not write there, the name is taken by a dataset or a Space, the
             repository is public and should be private, or the Hub cannot be reached.
 
     Example:
@@ -78,23 +78,23 @@ def check_push(
     api = hf_api()
     if not (token or get_token()):
         raise InputError(
-            "--push_to_hub needs a token, and there is none. Log in with `hf auth login` or set HF_TOKEN."
+            "`push_to_hub` needs a token, and there is none. Log in with `hf auth login` or set HF_TOKEN."
         )
     try:
         repo = api.create_repo(repo, token=token, private=private, exist_ok=True).repo_id
         api.auth_check(repo, token=token, write=True)
         if private and not api.model_info(repo, token=token).private:
             raise InputError(
-                f"{repo} exists and is public: --hub_private_repo would not hide what is pushed. Make it private in "
-                "its settings, or choose another --hub_model_id."
+                f"{repo} exists and is public: `hub_private_repo` would not hide what is pushed. Make it private in "
+                "its settings, or choose another `hub_model_id`."
             )
         if revision is not None:
             api.create_branch(repo, branch=revision, token=token, exist_ok=True)
     except HFValidationError as error:
-        raise InputError(f"--hub_model_id {repo} is no name of a repository: {error}") from error
+        raise InputError(f"`hub_model_id={repo}` is no name of a repository: {error}") from error
     except RepositoryNotFoundError as error:
         raise InputError(
-            f"--hub_model_id {repo}: the name is taken by a data set or a Space. Choose another one."
+            f"`hub_model_id={repo}`: the name is taken by a dataset or a Space. Choose another one."
         ) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
@@ -104,13 +104,13 @@ def check_push(
             ) from error
         if status == 403:
             raise InputError(
-                f"The token may not write to --hub_model_id {repo}. Use one with write access to that namespace "
+                f"The token may not write to `hub_model_id={repo}`. Use one with write access to that namespace "
                 "(https://huggingface.co/settings/tokens), or a name in a namespace of yours."
             ) from error
-        raise InputError(f"The Hub refuses --hub_model_id {repo}: {reason_of(error)}.") from error
+        raise InputError(f"The Hub refuses `hub_model_id={repo}`: {reason_of(error)}.") from error
     # No connection, or HF_HUB_OFFLINE.
     except (HTTPError, OSError) as error:
-        raise InputError(f"--push_to_hub, but the Hub cannot be reached: {reason_of(error)}.") from error
+        raise InputError(f"`push_to_hub` is set, but the Hub cannot be reached: {reason_of(error)}.") from error
     return repo
 
 

@@ -84,7 +84,7 @@ def test_a_push_is_checked_before_the_training(tmp_path):
         refused("may not write", "ada/another", token=READ)
         refused("may not write", "eve/mine")
         refused("may not write", "eve/hers")
-        refused("taken by a data set", "ada/pictures")
+        refused("taken by a dataset", "ada/pictures")
         refused("no name of a repository", "ada/b/c")
         refused("does not know this token", "new", token="hf_nonsense")
         hub.faults["create"] = repeat(500)
