@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from accelerate.utils import set_seed
@@ -52,26 +51,34 @@ class EarlyEvaluation(TrainerCallback):
             control.should_evaluate = True
 
 
+# Loss scaling starts at 65,536 and halves with each step that it skips.
+_VANISHED = 2.0**-14
+
+
 class FiniteCheck(TrainerCallback):
     """Stop a training whose loss or weights are not finite any more, before anything of it is saved.
 
     It looks at each logged loss, and at the weights whenever a loss is logged, before each checkpoint and at the end.
-    With fp16, loss scaling skips single steps: two logged losses in a row must be not finite.
+    With fp16, loss scaling may skip steps; the loss counts once it skips all of them.
+
+    Args:
+        trainer ([`EntameTrainer`]): its loss scaling is read.
 
     Raises:
         NonFiniteError: the message says after which step, and what to try.
     """
 
-    def __init__(self) -> None:
-        self._skipped = False
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         loss = (kwargs.get("logs") or {}).get("loss")
         if loss is None:
             return
-        skipped = args.fp16 and not math.isfinite(loss) and not self._skipped
-        check_finite(kwargs["model"], args, state, 0.0 if skipped else loss)
-        self._skipped = skipped
+        scaler = self.trainer.accelerator.scaler
+        # A step that was skipped leaves its loss in Trainer's sum; a scale that has vanished skips all steps.
+        steps = scaler is not None and scaler.get_scale() > _VANISHED
+        check_finite(kwargs["model"], args, state, 0.0 if steps else loss)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

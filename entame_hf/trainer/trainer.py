@@ -142,7 +142,7 @@ class EntameTrainer(Trainer):
         observers = (self.evaluations, self.base_noise, self.head_fitter, self.energies, self.head_rates)
         first, last = (
             (BestCheckpointFinder(), OwnRandomness(), TrainedMark()),
-            (FiniteCheck(), CheckpointUploads(self)),
+            (FiniteCheck(self), CheckpointUploads(self)),
         )
         for callback in (*first, *observers, *last):
             self.add_callback(callback)
@@ -181,7 +181,7 @@ class EntameTrainer(Trainer):
         check_output_folder(self.args)
         if resume_from_checkpoint:
             resume_from_checkpoint = same_on_all(partial(find_checkpoint, resume_from_checkpoint, self.args))
-        self.provenance = check_provenance(self, resume_from_checkpoint or None)
+            self.provenance = check_provenance(self, resume_from_checkpoint)
         self.attempts = 0
         writes = self.args.should_save and self.args.save_strategy != SaveStrategy.NO
         with locked_output_dir(self.args.output_dir, writes), self.frozen:
@@ -197,6 +197,8 @@ class EntameTrainer(Trainer):
         resume_from_checkpoint: Any,
         trial: Any,
     ) -> tuple[int, int]:
+        if resume_from_checkpoint is None:
+            self.provenance = check_provenance(self, None)
         prepare_model(self, resume_from_checkpoint)
         self.operations.clear()
         epochs, batches = super()._init_training_state(
