@@ -4,13 +4,16 @@ BIN := .venv/bin
 # PyTorch's large buffers go back to the system after each step by default, and cost a third of it to fetch again.
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000
 
-.PHONY: demo test test-reproduction test-slow quality bench clean
+.PHONY: demo test test-runs test-reproduction test-slow quality bench clean
 
 demo: .venv/demo  ## EfficientNet-Lite0 on MNIST-5k, as usual and with ENTAME, on the CPU
 	$(KEEP_MEMORY) $(BIN)/python -m entame_hf.cli demo --overwrite
 
 test: .venv/test  ## The tests that need neither a GPU nor much time
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+test-runs: .venv/test  ## The tests of whole runs: several processes, the command, the Hub
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'runs and not slow and not gpu'
 
 test-reproduction: .venv/test  ## The tests of suites, result rows and reports
 	$(BIN)/python -m pytest -n auto --dist worksteal -m 'reproduction and not slow and not gpu'

@@ -13,6 +13,8 @@ from entame_hf import InputError
 from entame_hf.cli import demo
 from entame_hf.cli.demo import demo_dataset, demo_figures, demo_table, efficientnet_lite
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.mark.parametrize(("size", "parameters"), [(0, 4_652_008), (1, 5_416_680), (2, 6_092_072)])
 def test_weights_tell_real_images_apart(size, parameters):

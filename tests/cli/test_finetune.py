@@ -22,6 +22,8 @@ from entame_hf import InputError
 from entame_hf.cli import finetune, inspect
 from entame_hf.data import load_splits
 
+pytestmark = pytest.mark.runs
+
 # Fixtures.
 # ruff: noqa: F811
 

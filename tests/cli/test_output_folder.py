@@ -22,6 +22,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return AutoModelForImageClassification.from_pretrained(folder).state_dict()
 
 
+@pytest.mark.runs
 def test_a_run_is_resumed_from_its_own_file(tmp_path, photos, timm_folder, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     argv = arguments(timm_folder, photos, Path("whole"), learning_rate=1e-3, patience=5)

@@ -29,6 +29,7 @@ def refuse(message, argv):
     assert len(" ".join(str(error.value).split())) < 700
 
 
+@pytest.mark.runs
 def test_ends_the_process_with_2_and_one_line(tmp_path, photos):
     command = [sys.executable, str(SCRIPT), *arguments(tmp_path / "none", photos, tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -14,6 +14,8 @@ from cli_folders import arguments, contents, hf_folder, photos, timm_folder  # n
 from entame_hf import InputError, NonFiniteError
 from entame_hf.cli import finetune
 
+pytestmark = pytest.mark.runs
+
 # Fixtures.
 # ruff: noqa: F811
 

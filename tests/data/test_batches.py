@@ -102,6 +102,7 @@ def test_threads_go_on_where_a_worker_was_killed(folder, caplog):
     assert "is memory short?" in caplog.text
 
 
+@pytest.mark.runs
 def test_workers_end_with_a_parent_that_was_killed():
     code = (
         "import os, time\nfrom entame_hf.data.workers import Workers\n"

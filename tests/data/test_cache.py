@@ -65,6 +65,7 @@ def test_threads_copy_parts_of_a_batch(monkeypatch):
     assert all(np.array_equal(out[position], image(row).pixels) for position, row in enumerate(rows))
 
 
+@pytest.mark.runs
 def test_other_processes_share_it():
     cache = ImageCache("a", 10, LENGTH, 10**9)
     code = (

@@ -111,6 +111,7 @@ def test_nothing_readable_is_refused():
 
 
 @pytest.mark.parametrize(("context", "workers"), [("fork", 2), ("spawn", 1)])
+@pytest.mark.runs
 def test_workers_report_to_the_main_process(context, workers):
     broken = {5, 250}
     data = dataset(broken=broken)

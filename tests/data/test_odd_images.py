@@ -247,6 +247,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.runs
 def test_long_images_are_prepared_in_bounded_time_and_memory(tmp_path):
     for width, height in THIN:
         (tmp_path / f"{width}x{height}.png").write_bytes(zeros(width, height, 8))

@@ -18,6 +18,8 @@ from evaluate_all import WEIGHTS
 from hub_server import HubServer
 from torch.nn.functional import cross_entropy
 
+pytestmark = pytest.mark.runs
+
 WORKER = Path(__file__).parent / "train.py"
 GLOBAL_BATCH = 24
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from test_ddp import launch
 
+pytestmark = pytest.mark.runs
+
 WORKER = Path(__file__).parent / "fit.py"
 
 

@@ -13,6 +13,8 @@ import train as worker
 from conftest import launch_by
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.runs
+
 WORKER = Path(__file__).with_name("train.py")
 STEPS = {"logging_steps": 1, "save_strategy": "steps", "save_steps": 2, "max_steps": 4, "head_lr": "auto"}
 SGD = {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.05, **STEPS}

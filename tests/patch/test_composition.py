@@ -46,6 +46,7 @@ def test_a_model_in_half_precision_starts_at_maximum_entropy(classifier, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.runs
 def test_compiles_whole_and_once_for_every_ragged_batch(kind):
     torch._dynamo.reset()
     model, head, images = adapted(kind)
@@ -175,6 +176,7 @@ def test_exports_for_any_batch(kind, folds):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.runs
 def test_onnx_gives_the_same_logits(tmp_path, kind):
     model, _, images = adapted(kind)
     model.eval()

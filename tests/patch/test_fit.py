@@ -65,6 +65,7 @@ def blobs(*shape, classes=3, count=90, seed=0):
     return centres[labels].view(count, shape[0], *[1] * (len(shape) - 1)) + noise, labels
 
 
+@pytest.mark.runs
 def test_a_fitted_head_leans_to_the_right_class_and_all_else_stays(classifier):
     build, side, path = classifier
     model = apply_entame(build(4), INFORMED).train()

@@ -81,6 +81,7 @@ def test_the_head_behind_an_adapter_is_found(build, lora, path):
 
 
 @pytest.mark.parametrize("first", ["adapters", "entame"])
+@pytest.mark.runs
 def test_an_adapter_carries_its_folded_head_to_a_process_without_this_package(tmp_path, first):
     base = vit()
     base.save_pretrained(tmp_path / "base")
@@ -132,6 +133,7 @@ def test_the_best_adapter_comes_back_with_its_statistics(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
 
 
+@pytest.mark.runs
 def test_the_card_of_an_adapter_is_the_best_one_s_and_keeps_what_people_wrote(tmp_path):
     vit().save_pretrained(tmp_path / "base")
     options = {"learning_rate": 0.3, "max_steps": 6, "eval_strategy": "steps", "eval_steps": 2}

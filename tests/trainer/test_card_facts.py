@@ -22,6 +22,8 @@ from entame_hf.metrics import metrics_of_predictions, predicted_classes
 from entame_hf.plots import series
 from entame_hf.trainer.report import write_card
 
+pytestmark = pytest.mark.runs
+
 TRAIN, TEST = RandomImages(48), RandomImages(40, seed=1)
 
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "rank", "learning_rate": 3e-2}

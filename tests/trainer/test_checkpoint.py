@@ -54,6 +54,7 @@ def test_stock_state_dict_has_the_stock_names(method):
 
 
 @pytest.mark.parametrize("kind", ["timm", "transformers"])
+@pytest.mark.runs
 def test_checkpoints_load_in_a_process_without_this_package(tmp_path, tiny_vit, kind):
     model = timm_resnet() if kind == "timm" else tiny_vit
     trainer = train(tmp_path, model)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hub_server import HubServer
 
+pytestmark = pytest.mark.runs
+
 # A Hub of the process's own, from before the client is imported; its faults are set from within.
 PRELUDE = """
 import os, sys

@@ -23,6 +23,8 @@ from transformers import BitImageProcessor, ViTConfig, ViTForImageClassification
 
 from entame_hf.patch import as_transformers, stock_state_dict
 
+pytestmark = pytest.mark.runs
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 COLOURS = {"red": (150, 90, 90), "green": (90, 150, 90), "blue": (90, 90, 150)}
 # Nothing here is a default of timm's, of transformers' or of one of their processors.

@@ -190,6 +190,7 @@ def test_an_evaluation_in_half_precision_leaves_the_weights_alone(tmp_path, prec
 # ---- Two runs in one folder ----
 
 
+@pytest.mark.runs
 def test_a_second_run_in_the_folder_is_refused_by_process_and_host(tmp_path):
     code = f"from entame_hf.trainer.lock import locked_output_dir\nwith locked_output_dir({str(tmp_path)!r}):\n"
     code += "    print('held', flush=True); input()"
