@@ -144,10 +144,12 @@ def _read(path: str) -> bytes:
     # Before opening: a pipe would be waited for, and a device may never end.
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UnreadableImageError("not a regular file")
-    with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_FILE_BYTES:
             raise UnreadableImageError(f"the file is larger than {MAX_FILE_BYTES:,} bytes")
-        return file.read(MAX_FILE_BYTES + 1)
+        # Python allocates as many bytes as are asked for.
+        return file.read(size)
 
 
 def _decode(data: bytes) -> Image.Image:

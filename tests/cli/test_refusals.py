@@ -107,6 +107,7 @@ def finished(tmp_path_factory, photos, timm_folder):
     ],
     ids=str,
 )
+@pytest.mark.runs
 def test_what_is_refused_leaves_the_old_run_as_it_was(finished, photos, timm_folder, changes, message):
     before = contents(finished)
     changes = {name: finished if value == "OUT" else value for name, value in changes.items()}
@@ -132,6 +133,7 @@ def test_a_first_step_that_fails_leaves_the_old_run_as_it_was(finished, photos, 
     assert contents(finished) == before
 
 
+@pytest.mark.runs
 def test_another_run_is_not_replaced_unless_asked_for(finished, tmp_path, photos, timm_folder):
     out = shutil.copytree(finished, tmp_path / "out")
     argv = arguments(timm_folder, photos, out, max_steps=1)

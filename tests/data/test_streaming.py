@@ -135,6 +135,7 @@ def test_the_archives_of_webdataset_are_streamed(tmp_path):
     assert batches(evaluation)[0]["labels"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.runs
 def test_splits_of_a_folder_are_streamed(tmp_path):
     for split, count in (("train", 30), ("test", 20)):
         rows(count).to_parquet(tmp_path / "data" / f"{split}.parquet")
@@ -189,6 +190,7 @@ def test_a_trainer_goes_round_a_stream(tiny_vit, tmp_path):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("steps", [3, 5])
+@pytest.mark.runs
 def test_a_stream_goes_on_where_it_stopped(tiny_vit, tmp_path, steps, accumulation):
     def train(max_steps=9, resume=None):
         args = EntameTrainingArguments(

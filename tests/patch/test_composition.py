@@ -66,6 +66,7 @@ def test_compiles_whole_and_once_for_every_ragged_batch(kind):
     torch.testing.assert_close(head.znorm.var, statistics.var, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.runs
 def test_a_compiled_training_is_the_eager_one(tmp_path):
     torch._dynamo.reset()
     weights = []

@@ -212,6 +212,7 @@ class TestOwnLoop:
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         torch.testing.assert_close(loaded(tmp_path / "adapter", tmp_path / "base"), expected, rtol=0, atol=1e-4)
 
+    @pytest.mark.runs
     def test_an_adapter_of_a_compiled_model_saves_it_folded(self, tmp_path):
         vit().save_pretrained(tmp_path / "base")
         model = with_adapters(apply_entame(vit(tmp_path / "base")))

@@ -122,6 +122,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("build", [resnet, wrapped], ids=["timm", "transformers"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.runs
 def test_applies_and_folds_through_a_wrapper(process_group, wrapper, build):
     torch._dynamo.reset()
     inner = build().double()
@@ -140,6 +141,7 @@ def test_applies_and_folds_through_a_wrapper(process_group, wrapper, build):
 
 
 @pytest.mark.parametrize("part", ["model", "head"])
+@pytest.mark.runs
 def test_a_model_that_was_compiled_in_place_normalises_once_entame_is_applied(part):
     torch._dynamo.reset()
     model = resnet().train()

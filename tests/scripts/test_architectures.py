@@ -19,6 +19,8 @@ from torch.nn.functional import cross_entropy
 from entame_hf import EntameConfig, apply_entame, find_heads, fold_entame
 from entame_hf.heads import num_classes
 
+pytestmark = pytest.mark.reproduction
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "architectures.py"
 spec = importlib.util.spec_from_file_location("architectures", SCRIPT)
 architectures = importlib.util.module_from_spec(spec)

@@ -43,6 +43,7 @@ class TestCost:
         # The float is the noise share of `base`, once in a training.
         assert transfers(2) - off == Counter(tolist=2, __float__=1)
 
+    @pytest.mark.runs
     def test_a_compiled_graph_is_left_alone(self, tmp_path):
         config = EntameConfig.for_method("base", head="head")
 

@@ -333,6 +333,7 @@ class TestInATraining:
         expected = logged(train(copy.deepcopy(tiny_vit), arguments(tmp_path)))
         assert logged(train(tiny_vit, again)) == pytest.approx(expected)
 
+    @pytest.mark.runs
     def test_a_compiled_graph_is_left_alone(self, tmp_path, tiny_vit):
         def run(head_lr):
             torch._dynamo.reset()

@@ -55,6 +55,7 @@ class TestAgain:
         with pytest.raises(InputError, match=f"{said}.*Resume with the same head_lr"):
             train(copy.deepcopy(tiny_vit), dataclasses.replace(args, max_steps=4, head_lr=after), resume=True)
 
+    @pytest.mark.runs
     def test_out_of_memory_is_tried_again_from_a_new_measurement(self, tmp_path, tiny_vit):
         """With a batch half as large, whose images are other ones."""
         rates = Rates()
@@ -69,12 +70,14 @@ class TestAgain:
         assert after[0][1] != before[0][1]
         assert after[0][1] == pytest.approx(before[0][1], rel=0.1)
 
+    @pytest.mark.runs
     def test_what_the_head_read_before_memory_ran_out_does_not_count(self, tmp_path, tiny_vit):
         args = arguments(tmp_path, auto_find_batch_size=True, optim="sgd", gradient_accumulation_steps=4, max_steps=1)
         again = train(copy.deepcopy(tiny_vit), args, OutOfMemoryTrainer)
         args.per_device_train_batch_size = again._train_batch_size
         assert logged(again) == pytest.approx(logged(train(tiny_vit, args)), rel=1e-6)
 
+    @pytest.mark.runs
     def test_every_trial_of_a_search_measures_its_own(self, tmp_path, tiny_vit):
         pytest.importorskip("optuna")
         seen = []

@@ -103,6 +103,7 @@ def same_ending(trainer, expected):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+@pytest.mark.runs
 def test_killed_while_a_checkpoint_is_written(tmp_path, whole, warnings, name):
     assert in_a_fork(train_until_killed, tmp_path, "checkpoint-4", name, save_total_limit=1) == -signal.SIGKILL
     assert (tmp_path / "checkpoint-4").is_dir()
@@ -191,6 +192,7 @@ class FullDisk(TrainerCallback):
 
 # The size of the weights is 1.9 MB, and that of the optimizer's state twice as much.
 @pytest.mark.parametrize("limit", [1_000_000, 2_500_000], ids=["weights", "optimizer"])
+@pytest.mark.runs
 def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, whole, limit):
     def run():
         try:

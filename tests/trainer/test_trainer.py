@@ -196,6 +196,7 @@ class TestHead:
             losses.append(history(trainer, "loss")[0])
         assert losses == pytest.approx([math.log(10)] * 2, abs=1e-4)
 
+    @pytest.mark.runs
     def test_hyper_parameter_search_uses_each_trials_rate(self, tmp_path, tiny_vit):
         pytest.importorskip("optuna")
         stds = []
@@ -315,6 +316,7 @@ class TestGradientAccumulation:
         assert losses(EntameTrainer) == pytest.approx(losses(Trainer), abs=1e-6)
 
 
+@pytest.mark.runs
 def test_running_out_of_memory_is_tried_again(tmp_path, tiny_vit):
     """Also where it happens after steps that have trained the head."""
 
