@@ -1,4 +1,4 @@
-"""What happens at steps."""
+"""Callbacks of the trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .resume import check_finite
 
 
 class TrainedMark(TrainerCallback):
-    """Note, after a step, that the heads have begun to learn and that something would be lost with them."""
+    """Note after a step that the heads are trained, so that nothing wipes them unasked."""
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -21,10 +21,10 @@ class TrainedMark(TrainerCallback):
 
 
 class OwnRandomness(TrainerCallback):
-    """Give each of several processes random numbers of its own, where Trainer's one seed drops the same everywhere.
+    """Give each rank its own random numbers: with Trainer's one seed, dropout is the same on all ranks.
 
-    The first one's stay what they are. By now the model and the order of the data are made, which processes share, and
-    a checkpoint's random numbers, which each process has its own file of, are loaded afterwards.
+    Rank 0 keeps its numbers. The model and the order of the data, which ranks share, are made before; a checkpoint's
+    random numbers, one file a rank, are loaded afterwards.
     """
 
     def on_train_begin(
@@ -35,7 +35,7 @@ class OwnRandomness(TrainerCallback):
 
 
 class EarlyEvaluation(TrainerCallback):
-    """Evaluate after each of the first steps, where ENTAME and its peers differ most.
+    """Evaluate after each of the first steps: methods differ most there.
 
     Args:
         steps (`int`, *optional*, defaults to 10): the paper's tables average over ten.

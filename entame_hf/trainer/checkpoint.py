@@ -1,4 +1,4 @@
-"""Checkpoints that load anywhere: the stock model folded, and what going on needs in a file beside it."""
+"""Checkpoints of stock models, and the unfolded head, needed only to resume, in a file beside them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def save_trained(trainer: Any, folder: Path, state_dict: dict[str, Tensor] | Non
 def save_head_state(
     model: nn.Module, config: EntameConfig, folder: str | Path, state_dict: dict[str, Tensor] | None = None
 ) -> None:
-    """Write what folding loses: the heads as they train, and the statistics of their features.
+    """Write what folding loses: the unfolded heads and their feature statistics.
 
     Args:
         model (`torch.nn.Module`): the model in training.
@@ -95,7 +95,7 @@ def save_stock_model(model: Any, folder: str | Path, state_dict: dict[str, Tenso
 
 
 def saved_config(folder: str | Path) -> EntameConfig | None:
-    """Read which configuration a checkpoint was trained with; None where it was not trained with ENTAME."""
+    """Read the config that a checkpoint was trained with; None without ENTAME."""
     file = Path(folder, HEAD_STATE_NAME)
     if not file.exists():
         return None
@@ -107,7 +107,7 @@ def saved_config(folder: str | Path) -> EntameConfig | None:
 
 
 def saved_record(folder: str | Path) -> dict[str, Any]:
-    """Read what a checkpoint's config says of how its model was adapted; nothing where it says nothing."""
+    """Read from a checkpoint's config how its model was adapted; empty if it does not say."""
     file = Path(folder, CONFIG_NAME)
     try:
         return dict((json.loads(file.read_text(encoding="utf-8")).get("entame") if file.exists() else None) or {})
@@ -145,7 +145,7 @@ def prepare_resuming(model: nn.Module, config: EntameConfig, folder: str | Path)
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> bool:
-    """Load a checkpoint into a model in memory through `from_pretrained`, where that can build the model.
+    """Load a checkpoint into a model through `from_pretrained`, if that can build the model.
 
     transformers saves some models under the names their checkpoints have on the Hub (ViT among them). Trainer's own
     loading does not translate them back: it leaves such a backbone as it was, with a warning.
@@ -179,7 +179,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> bool:
 
 
 def load_head_state(model: nn.Module, folder: str | Path) -> None:
-    """Load what [`save_head_state`] wrote, over the folded weights; does nothing where there is none.
+    """Load what [`save_head_state`] wrote over the folded weights; do nothing without such a file.
 
     Args:
         model (`torch.nn.Module`): a model with the structure that was saved.
@@ -204,7 +204,7 @@ def _note_trained(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_trained(model: nn.Module, folder: str | Path, load: Callable[[], None], sharded: bool) -> None:
-    """Load a checkpoint's model, and its heads as they train.
+    """Load a checkpoint's model and its unfolded heads.
 
     Args:
         model (`torch.nn.Module`): a model with the structure that was saved.

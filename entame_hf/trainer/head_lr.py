@@ -1,4 +1,4 @@
-"""A learning rate of the heads' own, given or measured."""
+"""The head learning rate, given or measured."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def head_learning_rate(features: Tensor, dim: int = -1) -> float:
 
 
 class HeadRates(TrainerCallback):
-    """Give the heads of a training a parameter group each, and measure its learning rate where none was given.
+    """Give each head a parameter group, and measure its learning rate unless it is given.
 
     With `head_lr="auto"`, the rate is δ over how far a step at the rate 1 moves a logit of an example x, on average. A
     step that changes a class's weights by D changes its logit by Dx:
@@ -108,7 +108,7 @@ class HeadRates(TrainerCallback):
         self._sums: Tensor | None = None
 
     def check_resuming(self, folder: str) -> None:
-        """Make sure that the optimizer of a checkpoint has the groups that this run's will have.
+        """Check that a checkpoint's optimizer has the parameter groups of this run's.
 
         Args:
             folder (`str`): the checkpoint's.
@@ -125,7 +125,7 @@ class HeadRates(TrainerCallback):
             )
 
     def assign(self, optimizer: Optimizer | AcceleratedOptimizer, ours: bool) -> None:
-        """Give the heads their groups and rates, before a scheduler reads them.
+        """Assign groups and learning rates to the heads before a scheduler reads them.
 
         Args:
             optimizer (`torch.optim.Optimizer`): a new one, or that of an earlier try, which has the groups already.
@@ -161,7 +161,7 @@ class HeadRates(TrainerCallback):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """See what the heads multiply in a training forward of this context, where that is to be measured."""
+        """Measure what the heads multiply in the training forwards of this context."""
         if self._sums is None or not self.trainer.model.training:
             yield
             return
@@ -190,7 +190,7 @@ class HeadRates(TrainerCallback):
 
     @torch.no_grad()
     def observe_gradients(self) -> None:
-        """Measure how far SGD's step reaches, by the gradients that it is made of, before they are clipped."""
+        """Measure how far SGD's step moves the logits, from the gradients before clipping."""
         if self._sums is None or self._share is None:
             return
         scaler = self.trainer.accelerator.scaler
@@ -254,7 +254,7 @@ def _split_groups(optimizer: Any, heads: list[Head]) -> None:
 
 
 def _share_of_gradient(optimizer: Any) -> float | None:
-    """Tell what SGD's steps come to of a gradient that stays; None for Adam and its kin, which ignore its size."""
+    """Return how many times a constant gradient SGD's steps add up to; None for Adam and its kin."""
     inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     if isinstance(inner, SGD):
         momentum, dampening = (float(inner.defaults[name]) for name in ("momentum", "dampening"))
@@ -282,7 +282,7 @@ def _logged(history: list[dict[str, Any]], heads: list[Head]) -> dict[str, float
 
 
 def _set_peaks(optimizer: Any, scheduler: Any, peaks: dict[str, float]) -> None:
-    """Move the heads' groups to other peaks, in the middle of a schedule."""
+    """Change the peak learning rates of the heads in the middle of a schedule."""
     for index, group in enumerate(optimizer.param_groups):
         peak = peaks.get(group.get(MARK))
         if peak is None:

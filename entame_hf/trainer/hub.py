@@ -1,4 +1,4 @@
-"""What is asked of the Hub: may this model be pushed, and the push itself."""
+"""Pushing to the Hub: the check before a run, and the push itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ REFUSED = (400, 401, 403, 404)
 def check_push(
     repo: str, *, token: str | None = None, private: bool | None = None, revision: str | None = None
 ) -> str:
-    """Make sure that a model can be pushed; its repository and branch are made where they are missing.
+    """Check that a model can be pushed, and create its repository and branch if they are missing.
 
     Args:
         repo (`str`): the repository, with its namespace or without, which is the user's then.
@@ -136,7 +136,7 @@ def check_push_of(args: TrainingArguments, token: str | None = None, private: bo
 def upload(
     repo: str, folder: str | Path, message: str, *, token: str | None, revision: str | None, **options: Any
 ) -> CommitInfo:
-    """Upload a folder, and try again where that may help.
+    """Upload a folder, and try again after a failure that may pass.
 
     Args:
         repo (`str`): the repository, with its namespace.
@@ -171,12 +171,12 @@ def upload(
 
 
 def model_files() -> dict[str, list[str]]:
-    """List what is pushed of a folder, as `HfApi.upload_folder` takes it, which adds to the lists it gets."""
+    """List the patterns of pushed files for `HfApi.upload_folder`, which changes the lists that it gets."""
     return {"allow_patterns": [*PUSHED], "ignore_patterns": [*NOT_PUSHED]}
 
 
 def forget_local_base(folder: str | Path) -> None:
-    """Leave of an adapter's base model, where that is a folder of this machine, its name alone.
+    """Replace the path of an adapter's local base model by its name.
 
     Args:
         folder (`str` or `Path`): what will be pushed; nothing happens where it holds no adapter.
@@ -191,7 +191,7 @@ def forget_local_base(folder: str | Path) -> None:
 
 
 def card_on_hub(repo: str, *, token: str | None = None, revision: str | None = None) -> str | None:
-    """Fetch the card that a repository has, and None where it has none."""
+    """Fetch a repository's card; None if it has none."""
     try:
         file = hf_api().hf_hub_download(repo, CARD, token=token, revision=revision)
     except RemoteEntryNotFoundError:
@@ -232,13 +232,13 @@ def upload_command(
 
 
 def _hf() -> str:
-    """Name Hugging Face's command so that a shell finds it: in an environment that is not activated, by its path."""
+    """Return the `hf` command, with its path if the environment is not activated."""
     beside = Path(sys.executable).with_name("hf")
     return "hf" if shutil.which("hf") or not beside.exists() else str(beside)
 
 
 def reason_of(error: BaseException) -> str:
-    """Shorten what an exception says to its first line, which is the one for people."""
+    """Return the first line of an exception's message."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".:") if lines else type(error).__name__
 
@@ -296,7 +296,7 @@ def push_folder(
         command = upload_command(repo, folder, private=private, revision=revision, exclude=kept_back)
         raise RunError(
             f"The push to {repo} failed: {reason_of(error)}. Nothing is lost: all of it is in {folder}, and this "
-            f"pushes it, logged in as somebody who may write there:\n{command}"
+            f"pushes it, once you are logged in with write access:\n{command}"
         ) from error
 
 

@@ -141,7 +141,7 @@ def check_sharding(
         raise InputError("FSDP's first version hides the heads. Use the second: accelerate launch --fsdp_version 2.")
     if fsdp is not None and "FULL_STATE_DICT" not in str(fsdp.state_dict_type):
         raise InputError(
-            "With sharded state dicts nobody writes a model that loads elsewhere: "
+            "Sharded state dicts give no model that loads elsewhere: "
             "accelerate launch --fsdp_state_dict_type FULL_STATE_DICT."
         )
     if fsdp is not None and fsdp.cpu_ram_efficient_loading and config.feature_norm:
@@ -253,7 +253,7 @@ def check_output_folder(args: TrainingArguments) -> None:
         )
     if args.save_strategy != "no" and args.process_index == 0:
         logger.warning(
-            f"Other hosts do not see {folder}: this one alone keeps checkpoints, and a run that was cut off goes on "
+            f"Other hosts do not see {folder}: this one alone keeps checkpoints, and a killed run resumes "
             "from one that every host has. Give an output_dir that all hosts see, or copy the last checkpoint to each "
             f"of them before you resume with resume_from_checkpoint=True."
         )
