@@ -30,7 +30,7 @@ from .training import build_trainer, prepare_data, train_and_save
 # Options of the demonstration, which those that are typed take precedence over.
 DEFAULTS: dict[str, Any] = {
     "output_dir": "out/demo",
-    "num_train_epochs": 3,
+    "num_train_epochs": 2,
     "per_device_train_batch_size": 256,
     "per_device_eval_batch_size": 250,
     "dataloader_drop_last": True,
@@ -39,6 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "image_size": 64,
     "normalization": "dataset",
     "test_fraction": 0.2,
+    "max_eval_samples": 500,
 }
 
 RUNS: dict[str, dict[str, Any]] = {
