@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import logging
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -146,6 +147,17 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
 def classifier(request: pytest.FixtureRequest) -> tuple[Callable[[int], nn.Module], int, str]:
     torch.manual_seed(0)
     return CLASSIFIERS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Give the loggers back as they were: a run sets their levels for its whole process."""
+    loggers = [logging.getLogger(name) for name in ("entame_hf", "transformers")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (level, propagate) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @pytest.fixture
