@@ -42,7 +42,7 @@ def draw_batch(trainer: EntameTrainer, file: Path) -> None:
     data: Any = trainer.train_dataset
     if isinstance(data, StreamingDataset):
         return
-    # A generator of its own, which leaves the order of the training as it is.
+    # A separate generator leaves the training order unchanged.
     rows = np.random.default_rng(trainer.args.seed).permutation(len(data))[:32]
     batch = data.finish(data.read(rows.tolist()))
     images, labels = (batch[name].numpy() for name in ("pixel_values", "labels"))
