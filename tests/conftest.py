@@ -150,8 +150,9 @@ def classifier(request: pytest.FixtureRequest) -> tuple[Callable[[int], nn.Modul
 
 
 @pytest.fixture(autouse=True)
-def log_levels() -> Iterator[None]:
-    """Give the loggers back as they were: a run sets their levels for its whole process."""
+def loggers_as_new() -> Iterator[None]:
+    """Give the loggers back as they were: a run sets their levels, and what it warns of once, for its whole process."""
+    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # transformers adds it to all loggers
     loggers = [logging.getLogger(name) for name in ("entame_hf", "transformers")]
     before = [(logger.level, logger.propagate) for logger in loggers]
     yield
