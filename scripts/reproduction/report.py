@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from entame_hf import InputError
 from entame_hf.plots import save_figures
 
-from . import head_rates, recipes, tables
+from . import contest, head_rates, recipes, tables
 from .figures import head_rate_figure, model_figures, overview, styles_of
 from .groups import Group, Run, early, final, groups_of, natural, read_runs, varied_settings
 
@@ -60,6 +60,28 @@ the t-test over combinations, and their number.
 
 {leads}
 """
+CONTEST = """\
+## The contest
+
+{verdict}
+
+The rule was written before the runs. {candidate} succeeds if it wins each duel with a peer at a learning rate: the
+mean of its lead over combinations is above zero with p < 0.05 (t-test paired by combination), and it is significantly
+behind on no combination (t-tests paired by seed, p < 0.05 after Holm's correction over combinations). Medians and the
+table of each method at its own best learning rate stand beside it. A method that makes a pass over the images before
+training trains for a third of an epoch less.
+
+{duels}
+
+Mean accuracy over combinations:
+
+{means}
+"""
+RANKING = """\
+How well the order of models by the leave-one-out accuracy of a linear probe, and by LogME, agrees with their best
+accuracy after fine-tuning, of all methods and learning rates:"""
+CORRUPTION = """\
+Accuracy on the corrupted test split, mean over three strengths and over combinations:"""
 OWN_BEST = """\
 Each method at its own best of these settings on every combination. The last row takes the best of all other methods
 and settings. The same runs choose the best, which favours the last row.
@@ -93,9 +115,10 @@ def write_report(results: list[Path], output: Path, all_pictures: bool = False) 
     figures: dict[str, Figure | None] = {}
     page = _head_rates(curves)
     if recipes.recipes_of(groups):
-        recipe = recipes.leading(groups)
+        contested = contest.is_contest(runs)
+        recipe = contest.CANDIDATE if contested else recipes.leading(groups)
         figures["overview"] = recipes.standings_figure(groups, recipe)
-        page = [*_recipes(groups, recipe), *page]
+        page = [*(_contest(groups) if contested else _recipes(groups, recipe)), *page]
     elif any("entame" in group.methods for group in groups):
         figures["overview"] = overview(groups[0], styles_of(groups))
     elif len(curves) == 1:
@@ -124,10 +147,22 @@ def _recipes(groups: Sequence[Group], recipe: str) -> list[str]:
         "means": recipes.means_table(groups),
         "leads": recipes.leads_table(groups, recipe),
     }
-    page = [RECIPES.format(recipe=recipe, **texts).strip()]
-    if len(groups) > 1:
-        page.append(OWN_BEST.format(own_best=recipes.own_best_table(groups, recipe)).strip())
-    return page
+    return [RECIPES.format(recipe=recipe, **texts).strip(), *_own_best(groups, recipe)]
+
+
+def _contest(groups: Sequence[Group]) -> list[str]:
+    texts = {
+        "verdict": contest.verdict(groups),
+        "duels": contest.duel_table(groups),
+        "means": recipes.means_table(groups),
+    }
+    page = [CONTEST.format(candidate=contest.CANDIDATE, **texts).strip(), *_own_best(groups, contest.CANDIDATE)]
+    more = {RANKING: contest.ranking_table(groups), CORRUPTION: contest.corruption_table(groups)}
+    return page + [part for text, table in more.items() if table for part in (text, table)]
+
+
+def _own_best(groups: Sequence[Group], recipe: str) -> list[str]:
+    return [OWN_BEST.format(own_best=recipes.own_best_table(groups, recipe)).strip()] if len(groups) > 1 else []
 
 
 def _head_rates(curves: Sequence[Group]) -> list[str]:
