@@ -185,7 +185,7 @@ def main(argv: list[str]) -> None:
         if args.resume_from_checkpoint is not None:
             raise InputError("The demonstration keeps no checkpoints. Leave `resume_from_checkpoint` out.")
         set_up(args)
-        check_output_dir(args, inputs=[])
+        check_output_dir(args)
         rows: list[tuple[str, float, float, float]] = []
         data: Any = None
         for title, settings in RUNS.items():

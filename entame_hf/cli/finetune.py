@@ -55,7 +55,7 @@ def finetune(parser: OptionParser, given: dict[str, Any]) -> None:
     model_args, data_args, args = parser.build(given)
     check_given(model_args, data_args, args)
     set_up(args)
-    check_output_dir(args, inputs=[given.get(name) for name in INPUTS])
+    check_output_dir(args, *(given.get(name) for name in INPUTS))
     args.resume_from_checkpoint = last_checkpoint(args)
     splits = load_data(model_args, data_args, args)
     model, data = load(splits, model_args, data_args, args)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
+from huggingface_hub import constants, model_info, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -17,7 +20,7 @@ from transformers import (
     BaseImageProcessor,
     PreTrainedModel,
 )
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from ..config import EntameConfig
 from ..errors import InputError
@@ -126,6 +129,7 @@ def _loading(name: str) -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
+        _check_found(name)
         yield
     # Unknown ids, damaged files, null or odd configs, other tasks: it is the named model that cannot be used.
     except Exception as error:
@@ -134,7 +138,7 @@ def _loading(name: str) -> Iterator[None]:
                 f"`model_name_or_path={name}` runs code from its own repository. Read that code, and if you trust it "
                 "pass `trust_remote_code`."
             ) from error
-        reason = shorten(str(error), 200, placeholder=" ...").rstrip(".:") or type(error).__name__
+        reason = shorten(str(error).rstrip(".:"), 200, placeholder=" ...") or type(error).__name__
         if isinstance(error, (AttributeError, KeyError, TypeError)):
             reason = f"its configuration is damaged ({reason})"
         raise InputError(f"Cannot load `model_name_or_path={name}`: {reason}. {_EXAMPLE}.") from error
@@ -142,6 +146,18 @@ def _loading(name: str) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bar:
             logging.enable_progress_bar()
+
+
+def _check_found(name: str) -> None:
+    """Ask the Hub once for a model that is no folder and was never downloaded: loading would retry for minutes."""
+    if Path(name).exists() or constants.HF_HUB_OFFLINE or try_to_load_from_cache(name, CONFIG_NAME):
+        return
+    try:
+        model_info(name)
+    except HfHubHTTPError:
+        raise
+    except Exception as error:
+        raise ConnectionError(f"there is no such folder, and the Hub cannot be reached ({error})") from error
 
 
 def _not_loaded(report: dict[str, Any]) -> list[str]:

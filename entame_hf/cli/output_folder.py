@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,16 +42,17 @@ _NOT_KEPT = ("hub_token", "inspect", "overwrite", "resume_from_checkpoint")
 _PATHS = ("data_dir", "dataset_name", "model_name_or_path", "output_dir")
 
 
-def check_output_dir(args: TrainingArguments, inputs: Sequence[str | None]) -> None:
+def check_output_dir(args: TrainingArguments, model: str | None = None, *data: str | None) -> None:
     """Make sure that a run may write to its output folder, and that it replaces no other run and nothing it reads.
 
     Args:
         args (`TrainingArguments`):
             `output_dir` and `resume_from_checkpoint` are read, and `overwrite` where there is one.
-        inputs (sequence of `str`): the model and data that the run reads; those that are no folders do not matter.
+        model, data (`str`, *optional*): what the run reads; names that are no folders do not matter.
 
     Raises:
-        InputError: the folder cannot be written to, holds another run, or `overwrite` would remove an input.
+        InputError: the folder cannot be written to, holds another run, lies in the folder of the data, or `overwrite`
+            would remove an input.
     """
     folder = Path(str(args.output_dir))
     check_writable(folder)
@@ -63,7 +64,13 @@ def check_output_dir(args: TrainingArguments, inputs: Sequence[str | None]) -> N
             f"`output_dir={folder}` holds another run ({left[0].name}). Resume it (`resume_from_checkpoint=last`), "
             "replace it (`overwrite`) or give another folder."
         )
-    for name in inputs:
+    for name in data:
+        if name and Path(name).is_dir() and folder.resolve().is_relative_to(Path(name).resolve()):
+            raise InputError(
+                f"`output_dir={folder}` lies in {name}, whose images this run reads: the next one would take the run's "
+                "pictures for images. Give a folder outside it."
+            )
+    for name in (model, *data):
         if left and name and Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
             raise InputError(f"`overwrite` would remove {name}, which this run reads. Give another `output_dir`.")
 

@@ -115,6 +115,21 @@ def test_what_is_refused_leaves_the_old_run_as_it_was(finished, photos, timm_fol
     assert contents(finished) == before
 
 
+@pytest.mark.parametrize("where", [".", "out", "cat/run/1"])
+def test_an_output_folder_in_the_folder_of_the_images_is_refused(tmp_path, photos, timm_folder, where):
+    data = shutil.copytree(photos, tmp_path / "data")
+    refuse("Give a folder outside it", arguments(timm_folder, data, data / where))
+    assert contents(data) == contents(photos)
+
+
+def test_a_model_that_is_nowhere_is_refused_without_retries(tmp_path, photos, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("The Hub was asked again."))
+    refuse("no such folder, and the Hub cannot be reached", arguments("no/where", photos, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_adapted_model_is_refused_before_the_old_run_is_touched(finished, tmp_path, photos):
     model = shutil.copytree(finished, tmp_path / "adapted")
     before = contents(finished)
