@@ -151,7 +151,7 @@ def classifier(request: pytest.FixtureRequest) -> tuple[Callable[[int], nn.Modul
 
 @pytest.fixture(autouse=True)
 def loggers_as_new() -> Iterator[None]:
-    """Give the loggers back as they were: a run sets their levels, and what it warns of once, for its whole process."""
+    """Give the loggers back as they were: a run sets levels and warns once for its whole process."""
     logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]  # transformers adds it to all loggers
     loggers = [logging.getLogger(name) for name in ("entame_hf", "transformers")]
     before = [(logger.level, logger.propagate) for logger in loggers]

@@ -67,8 +67,8 @@ def check_output_dir(args: TrainingArguments, model: str | None = None, *data: s
     for name in data:
         if name and Path(name).is_dir() and folder.resolve().is_relative_to(Path(name).resolve()):
             raise InputError(
-                f"`output_dir={folder}` lies in {name}, whose images this run reads: the next one would take the run's "
-                "pictures for images. Give a folder outside it."
+                f"`output_dir={folder}` lies in {name}, whose images this run reads: a later run would take the "
+                "pictures of this one for images. Give a folder outside it."
             )
     for name in (model, *data):
         if left and name and Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
