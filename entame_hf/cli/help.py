@@ -61,7 +61,7 @@ def help_texts() -> dict[str, str]:
             parser,
             "entame demo [OPTIONS]",
             "Fine-tune EfficientNet-Lite0 on MNIST-5k as usual, as the paper's Base, with\n"
-            "ENTAME and with its recommended recipe, on the CPU, in minutes.",
+            "ENTAME, its recommended recipe and the informed start: on the CPU, in minutes.",
             "entame demo --output_dir out/demo --overwrite",
             {"Defaults of the demonstration": list(DEFAULTS), "Others": ["overwrite", "max_steps", "seed"]},
             "It takes every option of entame finetune.",

@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
         )
         start = time.monotonic()
         device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
-        bar = tqdm(total=len(files), unit="image", leave=False, disable=not sys.stderr.isatty())
+        bar = tqdm(total=len(files), unit="image", leave=False, disable=None)
         probabilities, unreadable = predict(model, processor, files, args.batch_size, device, bar.update)
         bar.close()
         if len(unreadable) == len(files):

@@ -53,7 +53,7 @@ def channel_statistics(
         total += values.sum((0, 2))
         squares += values.square().sum((0, 2))
     if not pixels:
-        raise InputError("No image can be read, so mean and std cannot be measured: use `normalization=pretrained`.")
+        raise InputError("No image can be read, so mean and std cannot be measured: use `normalization=model`.")
     mean = total / pixels
     std = (squares / pixels - mean.square()).clamp_min(0).sqrt()
     # Dividing a constant channel by 1 keeps it finite.

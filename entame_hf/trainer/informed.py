@@ -156,7 +156,8 @@ def _first(loader: Any, number: int) -> Iterator[Any]:
 
 
 def _progress(batches: Iterable[Any], total: int | None, title: str, args: TrainingArguments) -> Iterator[Any]:
-    hidden = args.disable_tqdm or not args.should_log
+    # None hides it where nobody watches.
+    hidden = args.disable_tqdm or not args.should_log or None
     yield from tqdm(batches, title, total, disable=hidden, leave=False)
 
 

@@ -46,7 +46,7 @@ def test_help_shows_the_defaults_of_the_run_that_is_asked_for(capsys):
     main(["demo", "--help"])
     demo = " ".join(capsys.readouterr().out.split())
     assert "Images per step and device. [64]" in finetune
-    assert "Images per step and device. [256]" in demo
+    assert "Images per step and device. [128]" in demo
     assert "[out/demo]" in demo
     assert "[out/demo]" not in finetune
 
