@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..data import Splits
 from ..errors import InputError
-from ..trainer import locked_output_dir, whole_models
+from ..trainer import locked_output_dir, set_log_level, whole_models
 from .arguments import WITHOUT_EFFECT, ModelArguments, RunArguments, check_given
 from .data_arguments import DataArguments
 from .launch import options_named
@@ -67,12 +67,13 @@ def finetune(parser: OptionParser, given: dict[str, Any]) -> None:
     }
     # Until the end, and before anything of an older run is removed.
     with locked_output_dir(str(args.output_dir), args.should_save):
-        run(trainer, data.test, splits.skipped)
+        run(trainer, data.test, splits)
 
 
 def set_up(args: RunArguments) -> None:
     """Set what belongs to the process."""
     logging.set_verbosity(args.get_process_log_level())
+    set_log_level(args)
     # Pinning serves accelerators, and warns without one.
     args.dataloader_pin_memory = args.dataloader_pin_memory and args.device.type != "cpu"
 

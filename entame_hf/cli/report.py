@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..data import SkippedImage, StreamingDataset, find_duplicates, output_size, write_skipped_images
+from ..data import Splits, StreamingDataset, find_duplicates, output_size, write_skipped_images
 from ..patch import class_names
 from ..trainer import EntameTrainer
 from .console import best_evaluation, duration, scores
@@ -51,26 +50,19 @@ def draw_batch(trainer: EntameTrainer, file: Path) -> None:
         write_file(file, lambda draft: figure.savefig(draft, format="png"))
 
 
-def report_images(folder: Path, splits: dict[str, Any], skipped: Sequence[SkippedImage]) -> None:
+def report_images(folder: Path, data: dict[str, Any], splits: Splits) -> None:
     """Name the images that were not used in a file, and say which validation and test images were trained on."""
-    unread = [image for split in splits.values() for image in split.skipped()]
-    file = write_skipped_images(folder, [*skipped, *unread])
-    for name, split in splits.items():
-        if line := split.summary():
+    unread = [image for part in data.values() for image in part.skipped()]
+    file = write_skipped_images(folder, [*splits.skipped, *unread])
+    for name, part in data.items():
+        if line := part.summary():
             print(f"{name}: {line}")
     if file is not None:
         print(f"Images that were not used, and why: {file}")
-    train = splits["train"]
-    for name in ("validation", "test"):
-        if name not in splits or isinstance(train, StreamingDataset):
-            continue
-        found = find_duplicates(splits[name], train)
-        if found.images:
-            own, other = found.examples[0]
-            print(
-                f"Note: {found.images:,} images are in train and {name} ({found.other_labels:,} with another label), "
-                f"such as {other} and {own}."
-            )
+    # The others were compared before training.
+    for name in sorted(splits.uncompared & data.keys()):
+        if note := find_duplicates(data[name], data["train"]).note(name):
+            print(f"Note: {note}")
 
 
 def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds: float) -> str:

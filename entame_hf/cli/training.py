@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from transformers import (
 
 from ..data import (
     BuiltDatasets,
-    SkippedImage,
     Splits,
     build_datasets,
     output_size,
@@ -132,6 +130,9 @@ def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[s
     args, folder = trainer.args, Path(trainer.args.output_dir)
     with locked_output_dir(folder, args.should_save):
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        # Stops a run that lost too many images in its only epoch.
+        train: Any = trainer.train_dataset
+        train.gather_unreadable()
         # Internal, that is without pushing: that comes last, with the metrics.
         trainer.save_model(_internal_call=True)
         found = {"train": result.metrics, "eval": trainer.evaluate()}
@@ -145,13 +146,13 @@ def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[s
     return found
 
 
-def run(trainer: EntameTrainer, test: Any = None, skipped: Sequence[SkippedImage] = ()) -> None:
+def run(trainer: EntameTrainer, test: Any, splits: Splits) -> None:
     """Train and save, say what was made, and push it where that was asked for.
 
     Args:
         trainer ([`EntameTrainer`]): see [`build_trainer`].
-        test (dataset, *optional*): evaluated once, at the end.
-        skipped (sequence of [`SkippedImage`], *optional*): images that are in no split.
+        test (dataset or `None`): evaluated once, at the end.
+        splits ([`Splits`]): the images, as they were loaded.
     """
     args, folder = trainer.args, Path(trainer.args.output_dir)
     start, is_first = time.monotonic(), trainer.is_world_process_zero()
@@ -165,13 +166,12 @@ def run(trainer: EntameTrainer, test: Any = None, skipped: Sequence[SkippedImage
         raise
     if args.gradio and is_first:
         write_app(folder, trainer.hub_model_id if args.push_to_hub else None)
-    splits: dict[str, Any] = {"train": trainer.train_dataset, "validation": trainer.eval_dataset, "test": test}
-    splits = {name: split for name, split in splits.items() if split is not None}
-    for split in splits.values():
-        split.gather_unreadable()
+    data: dict[str, Any] = {"train": trainer.train_dataset, "validation": trainer.eval_dataset, "test": test}
+    data = {name: part for name, part in data.items() if part is not None}
+    for part in data.values():
+        part.gather_unreadable()
     if is_first:
-        report_images(folder, splits, skipped)
-    if is_first:
+        report_images(folder, data, splits)
         print(summary(trainer, found, time.monotonic() - start))
     if args.push_to_hub:
         commit = trainer.push_to_hub()

@@ -15,7 +15,7 @@ from .layout import LAYOUTS
 from .loader import Splits, load_splits, split_dataset
 from .pipeline import DecodedImage, HostBatch, ImagePipeline
 from .preparation import Preparation
-from .skipped import SkippedImage, write_skipped_images
+from .source import SkippedImage, write_skipped_images
 from .streaming import StreamingDataset
 from .tables import open_dataset
 from .transforms import (

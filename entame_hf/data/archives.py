@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import InputError
 from .cache import cache_folder
-from .tree import METADATA_FILES, may_be_image
+from .tree import METADATA_FILES, begins_as_image, is_junk, is_other
 
 # Photos hardly shrink in a zip file, drawings to a twentieth. What unpacks to more is refused unless it is small.
 _RATIO, _SMALL, _LIMIT = 100, 10**8, 10**11
@@ -116,7 +116,7 @@ def _lock(folder: Path, shared: bool = False, wait: bool = True) -> int | None:
 
 def _extract(path: str, folder: str, max_unzipped_gb: float | None) -> None:
     with zipfile.ZipFile(path) as archive:
-        members = [member for member in archive.infolist() if _is_wanted(member.filename)]
+        members = [member for member in archive.infolist() if _is_wanted(archive, member)]
         needed, free = sum(member.file_size for member in members), shutil.disk_usage(folder).free
         _check_size(path, needed, max_unzipped_gb)
         if needed > free:
@@ -124,9 +124,14 @@ def _extract(path: str, folder: str, max_unzipped_gb: float | None) -> None:
         archive.extractall(folder, members)
 
 
-def _is_wanted(name: str) -> bool:
-    base = name.rsplit("/", 1)[-1]
-    return bool(base) and (may_be_image(base) or base.lower() in METADATA_FILES)
+def _is_wanted(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
+    name = member.filename.rsplit("/", 1)[-1]
+    if not name or is_junk(name):
+        return False
+    if not is_other(name) or name.lower() in METADATA_FILES:
+        return True
+    with archive.open(member) as file:
+        return begins_as_image(file)
 
 
 def _check_size(path: str, needed: int, max_unzipped_gb: float | None) -> None:

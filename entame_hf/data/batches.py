@@ -39,6 +39,9 @@ class BatchDataset(Dataset):
     def start_workers(self, count: int) -> None:
         """Start processes that decode; none by default."""
 
+    def gather_unreadable(self) -> None:
+        """Count the images that no rank could read, for the whole job. To be called in all ranks."""
+
     @contextmanager
     def evaluation_view(self) -> Iterator[BatchDataset]:
         """Show the same images as evaluation sees them; by default there is no difference."""
@@ -94,7 +97,7 @@ class BatchMaker:
         self.dataset, self.device = dataset, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._latest: PendingBatch | None = None
-        self._skipped = 0
+        self._skipped = self._epoch = 0
 
     def skip(self, count: int) -> None:
         """Leave the next batches empty: a resumed stream requests and drops them."""
@@ -112,7 +115,10 @@ class BatchMaker:
         return self._latest
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset the epoch of the next batches; streams count their own."""
+        """Tell the dataset the epoch of the next batches; streams count their own. To be called in all ranks."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self.dataset.gather_unreadable()
         if not isinstance(self.dataset, IterableDataset):
             self.dataset.set_epoch(epoch)
 

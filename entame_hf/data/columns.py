@@ -75,6 +75,28 @@ def find_label_column(features: Features, name: str | None = None) -> str:
     return name
 
 
+def image_files(dataset: Dataset, column: str) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+    """Give the length of each image's bytes, null where it lies in a file, and its path, without copying an image."""
+    # Of the whole table, as it lies on disk: choosing rows would copy the images that are in it.
+    images = dataset.data.column(column)
+    found = pc.binary_length(pc.struct_field(images, "bytes")), pc.struct_field(images, "path")
+    if dataset._indices is not None:
+        found = tuple(values.take(dataset._indices.column(0)) for values in found)
+    return found
+
+
+def image_names(dataset: Dataset, column: str, rows: NDArray[np.int64] | None = None) -> list[str]:
+    """Name images by their paths, or by their rows in the table that they come from."""
+    rows = np.arange(len(dataset)) if rows is None else rows
+    paths = image_files(dataset, column)[1].take(pa.array(rows)).to_pylist()
+    return [path or f"row {row_number(dataset, row)}" for path, row in zip(paths, rows.tolist(), strict=True)]
+
+
+def row_number(dataset: Dataset, row: int) -> int:
+    """Give a row's number in the table that a dataset's rows were chosen from."""
+    return row if dataset._indices is None else dataset._indices.column(0)[row].as_py()
+
+
 def label_values(dataset: Dataset, column: str) -> pa.ChunkedArray:
     """Give a column as Arrow holds it, without touching the images beside it."""
     return dataset.select_columns([column]).with_format("arrow")[:].column(column)

@@ -12,19 +12,16 @@ import datasets
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import BaseImageProcessor
 
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
-from .batches import BatchDataset
 from .cache import ImageCache, open_cache
-from .columns import check_labels, count_classes, label_indices, label_shares
+from .columns import check_labels, count_classes, label_indices, label_shares, row_number
 from .file_marks import file_marks
 from .images import UnreadableImageError
-from .pipeline import DecodedImage, HostBatch, ImagePipeline
+from .pipeline import DecodedImage, HostBatch, ImagePipeline, PipelineDataset
 from .preparation import Preparation
-from .skipped import SkippedImage
 from .unreadable import UnreadableRows
 from .workers import Workers, threads
 
@@ -32,7 +29,7 @@ from .workers import Workers, threads
 _MOST = 0.9
 
 
-class ClassificationDataset(BatchDataset):
+class ClassificationDataset(PipelineDataset):
     """Give the images of a `datasets.Dataset` as a model's input, item by item or in batches at a device's pace.
 
     [`EntameTrainer`] reads batches: threads, worker processes or the GPU decode each image once, a cache on disk keeps
@@ -163,10 +160,6 @@ class ClassificationDataset(BatchDataset):
 
         return wait
 
-    def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Augment and normalise a batch on a device: see [`ImagePipeline.finish`]."""
-        return self.pipeline.finish(batch, device)
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that comes next. Workers stop once little is left to decode."""
         if epoch != self.epoch and self._has_most():
@@ -207,8 +200,7 @@ class ClassificationDataset(BatchDataset):
         decode for this view end with the context.
         """
         view = copy.copy(self)
-        preparation = self.pipeline.preparation
-        view.pipeline = ImagePipeline(preparation, None, self.pipeline.num_classes, preparation.evaluation_crop())
+        view.pipeline = self.pipeline.for_evaluation()
         view.evaluation, view._workers = True, Workers(view._decode_row)
         try:
             yield view
@@ -220,22 +212,10 @@ class ClassificationDataset(BatchDataset):
         return np.zeros(len(self), np.uint64) if self._cache is None else self._cache.index["content"]
 
     def describe(self, row: int) -> str:
-        """Name a row's image by its path, or by its place if it has none."""
+        """Name a row's image by its path, or by its number in the table that the rows were chosen from."""
         image = self.dataset[row][self.image_column]
         path = image.get("path") if isinstance(image, dict) else image
-        return path if isinstance(path, str) else f"row {row} of {self.name}"
-
-    def summary(self) -> str | None:
-        """Name the unreadable images in one line; `None` if there are none so far."""
-        return self.unreadable.summary()
-
-    def gather_unreadable(self) -> None:
-        """Add what other processes could not read. To be called in all of them."""
-        self.unreadable.gather()
-
-    def skipped(self) -> list[SkippedImage]:
-        """List the unreadable images with their reasons, after [`~ClassificationDataset.gather_unreadable`] of all."""
-        return self.unreadable.skipped(self.name)
+        return path if isinstance(path, str) else f"row {row_number(self.dataset, row)} of {self.name}"
 
     def _allocate(self, asked: Rows, epoch: int, device: torch.device | None) -> HostBatch:
         # CUDA copies from pinned memory without waiting.

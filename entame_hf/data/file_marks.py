@@ -7,6 +7,7 @@ import os
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from .columns import image_files
 from .workers import threads
 
 
@@ -20,12 +21,8 @@ def file_marks(dataset: Dataset, image_column: str) -> list[str]:
     Returns:
         `list[str]`: equal as long as no file changes; empty where the images are in the dataset.
     """
-    # Of the whole table, as it lies on disk: choosing rows would copy the images that are in it.
-    images = dataset.data.column(image_column)
-    files = pc.if_else(pc.is_null(pc.struct_field(images, "bytes")), pc.struct_field(images, "path"), None)
-    if dataset._indices is not None:
-        files = files.take(dataset._indices.column(0))
-    paths = files.drop_null().to_pylist()
+    lengths, files = image_files(dataset, image_column)
+    paths = files.filter(pc.is_null(lengths)).drop_null().to_pylist()
     # Many at once: what lies on a network is waited for side by side.
     return list(threads().map(_file_mark, (paths[i : i + 256] for i in range(0, len(paths), 256))))
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections import Counter
 
 import datasets
 from datasets import Dataset, Features, Value
 
 from ..errors import InputError
 from .archives import unpack
-from .layout import CLASSES, CLASSES_OF_SPLITS, HOW, LAYOUTS, find_layout, unwrap, unwrap_split
-from .metadata import read_metadata
-from .source import Source, count_of
-from .splits import TRAIN, UNLABELED, find_splits, is_unlabeled, normal, split_kinds
-from .tree import TABLE_SUFFIXES, Folder, scan
+from .layout import CLASSES, CLASSES_OF_SPLITS, HOW, LAYOUTS, find_layout, has_classes, unwrap, unwrap_split
+from .metadata import read_metadata, table
+from .source import Source, count_of, listed
+from .splits import TRAIN, UNLABELED, find_splits, kind_of, normal, split_kinds
+from .tree import Folder, scan
 
 # The files of each class.
 Classes = dict[str, list[str]]
@@ -44,13 +43,14 @@ def open_folder(data_dir: str | os.PathLike[str], max_unzipped_gb: float | None 
         raise InputError(
             f"`data_dir={root}` {problem}. Give a folder, or a zip file of one, with one folder of images a class."
         )
-    return scan(root)
+    folder = scan(root)
+    # Such as train.zip beside test.zip. Beside images, a zip file is most often the one that they came in.
+    return folder if folder.count else scan(root, lambda path: unpack(path, max_unzipped_gb))
 
 
 def holds_tables(folder: Folder) -> bool:
     """Tell whether a folder holds Parquet, Arrow or tar files, and no folders of images."""
-    tables = any(suffix in TABLE_SUFFIXES for inside in folder.walk() for suffix in inside.others)
-    return tables and not any(inside.count for inside in folder.folders)
+    return bool(folder.tables()) and not any(inside.count for inside in folder.folders)
 
 
 def read_folder(
@@ -84,14 +84,13 @@ def read_folder(
         raise InputError(f"`data_layout={data_layout}`: no such layout. Layouts: {', '.join(LAYOUTS)}.")
     root, strays = unwrap(root)
     named = [name for name in (train_split, eval_split) if name]
-    source = read_metadata(root, set(named), label_column_name)
+    source = read_metadata(root, set(named), label_column_name, needed=not has_classes(root))
     if source is None:
         source = _read_classes(root, train_split, set(named), data_layout)
+        if files := [path for folder in root.walk() for path in folder.metadata]:
+            source.notes.append(f"{files[0]} has no column called label: folders name the classes.")
     source.leave_out(strays, "", "beside the class folders", root.path)
-    others = Counter[str]()
-    for folder in root.walk():
-        others += folder.others
-    if others:
+    if others := root.other_suffixes():
         ordered = sorted(others.items(), key=lambda item: (-item[1], item[0]))
         kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in ordered[:5])
         source.notes.append(f"{count_of(others.total(), 'file')} of other types ignored ({kinds}).")
@@ -99,14 +98,14 @@ def read_folder(
 
 
 def _read_classes(root: Folder, train_split: str | None, named: set[str], data_layout: str) -> Source:
-    layout, folders = find_layout(root, data_layout, named)
+    layout, kinds = find_layout(root, data_layout, named)
     source = Source({}, f"DATA_DIR/{layout}")
     if layout == CLASSES:
         splits = {TRAIN: _classes(root.folders, source if data_layout == "auto" else None)}
     elif layout == CLASSES_OF_SPLITS:
         splits = _splits_of_classes(root, source)
     else:
-        splits = _splits(folders, train_split, named, source, known_only=data_layout == "auto")
+        splits = _splits(root, kinds, train_split, named, source, known_only=data_layout == "auto")
     source.leave_out(root.files, "", "beside the class folders", root.path)
     if not any(files for classes in splits.values() for files in classes.values()):
         raise InputError(f"No image in a class folder of {root.path}. {HOW}.")
@@ -117,8 +116,15 @@ def _read_classes(root: Folder, train_split: str | None, named: set[str], data_l
             raise InputError(
                 f"Class folder {name!r} of {root.path} has no image to train on. Add some or remove it{remedy}."
             )
-    source.splits = {split: table(classes) for split, classes in splits.items()}
+    source.splits = {split: _table(classes) for split, classes in splits.items()}
     return source
+
+
+def _table(classes: Classes) -> Dataset:
+    """Make a table of the images of each class, in the order of classes and paths."""
+    names = sorted(classes)
+    labels = [name for name in names for _ in classes[name]]
+    return table({"image": [path for name in names for path in classes[name]], "label": labels}, COLUMNS)
 
 
 def _classes(folders: list[Folder], source: Source | None) -> Classes:
@@ -126,30 +132,37 @@ def _classes(folders: list[Folder], source: Source | None) -> Classes:
     classes: Classes = {}
     for folder in folders:
         if source and split_kinds([folder.name]).get(folder.name) == UNLABELED:
-            _leave_out_folders(source, [folder])
+            source.leave_out(folder.images(), folder.name, "no labels", folder.path)
             continue
         # Two folders of one name, composed and decomposed, are one class.
         classes.setdefault(normal(folder.name), []).extend(folder.images())
+    if source:
+        nested = [folder for folder in folders if len(folder.filled) > 1 and not folder.files]
+        source.notes += [
+            f"class {folder.name!r} holds {len(folder.filled):,} folders ({listed(f.name for f in folder.filled)}), "
+            f"whose images are all of this class."
+            for folder in nested[:3]
+        ]
     return classes
 
 
 def _splits(
-    folders: dict[str, Folder], train_split: str | None, named: set[str], source: Source, known_only: bool
+    root: Folder, kinds: dict[str, str], train_split: str | None, named: set[str], source: Source, known_only: bool
 ) -> dict[str, Classes]:
     """Read the classes of folders that are splits; leave out those that have none, or no split's name."""
-    kinds = split_kinds(folders)
+    folders = {folder.name: folder for folder in root.filled}
     chosen = [name for name in folders if name in named or kinds.get(name, UNLABELED) != UNLABELED or not known_only]
     train = train_split or next(iter(find_splits(chosen, TRAIN)), None)
     known: frozenset[str] = frozenset()
-    if train:
+    if train in folders:
         known = frozenset(normal(folder.name) for folder in unwrap_split(folders[train]).filled)
     splits = {}
     for name, folder in folders.items():
         inner = unwrap_split(folder, known if name != train else frozenset())
-        if name not in chosen or is_unlabeled(name) or not inner.filled:
+        if name not in chosen or kind_of(name) == UNLABELED or not inner.filled:
             if name in named:
                 raise InputError(f"{folder.path} holds no class folders. {HOW}, or name another split.")
-            _leave_out_folders(source, [folder])
+            source.leave_out(folder.images(), name, "no labels", folder.path)
             continue
         splits[name] = _classes(inner.folders if name == train else inner.filled, source if known_only else None)
         source.leave_out(inner.files, name, "beside the class folders", inner.path)
@@ -161,36 +174,12 @@ def _splits_of_classes(root: Folder, source: Source) -> dict[str, Classes]:
     for folder in root.filled:
         kinds = split_kinds(inside.name for inside in folder.filled)
         if not kinds:
-            _leave_out_folders(source, [folder])
+            source.leave_out(folder.images(), folder.name, "no labels", folder.path)
             continue
         for inside in folder.filled:
             if kinds.get(inside.name, UNLABELED) == UNLABELED:
-                _leave_out_folders(source, [inside])
+                source.leave_out(inside.images(), inside.name, "no labels", inside.path)
             else:
                 splits.setdefault(inside.name, {}).setdefault(normal(folder.name), []).extend(inside.images())
         source.leave_out(folder.files, "", "beside the folders of splits", folder.path)
     return splits
-
-
-def _leave_out_folders(source: Source, folders: list[Folder]) -> None:
-    for folder in folders:
-        source.leave_out(folder.images(), folder.name, "no labels", folder.path)
-
-
-def table(classes: Classes, features: Features = COLUMNS) -> Dataset:
-    """Make a table of the images of each class, in the order of classes and paths.
-
-    Raises:
-        InputError: If a file name can't be written as text.
-    """
-    names = sorted(classes)
-    try:
-        return Dataset.from_dict(
-            {
-                "image": [path for name in names for path in classes[name]],
-                "label": [name for name in names for _ in classes[name]],
-            },
-            features=features,
-        )
-    except UnicodeEncodeError as error:
-        raise InputError(f"The file name {error.object!a} is not UTF-8. Rename it.") from error

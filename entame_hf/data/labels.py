@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from textwrap import shorten
 from typing import Any
 
 import pyarrow as pa
@@ -12,7 +11,7 @@ from datasets import ClassLabel, Dataset, IterableDataset, List, Value
 from ..errors import InputError
 from .columns import is_list, label_shares, label_values
 from .names import code_points, hint, same_looks
-from .source import Rows
+from .source import Rows, listed
 from .splits import normal
 
 
@@ -137,10 +136,8 @@ def _refuse_unknown(names: list[str], index: dict[str, int], split: str, first: 
     if unknown:
         raise InputError(
             f"{len(unknown)} of the classes of split {split!r} are not among those of {first!r}: "
-            f"{shorten(', '.join(map(repr, unknown)), 200, placeholder=' ...')}. {first!r} has "
-            f"{shorten(', '.join(map(repr, index)), 200, placeholder=' ...')}.{hint(unknown[0], index)} Name them "
-            "alike, "
-            "remove them, or name another split with `eval_split`."
+            f"{listed(map(repr, unknown))}. {first!r} has {listed(map(repr, index))}.{hint(unknown[0], index)} Name "
+            "them alike, remove them, or name another split with `eval_split`."
         )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from textwrap import shorten
 
 from ..errors import InputError
-from .splits import TRAIN, UNLABELED, normal, split_kinds
+from .source import listed
+from .splits import TRAIN, UNLABELED, kind_of, normal, split_kinds
 from .tree import Folder
 
 CLASSES, SPLITS, CLASSES_OF_SPLITS = "CLASS", "SPLIT/CLASS", "CLASS/SPLIT"
 LAYOUTS = ("auto", CLASSES, SPLITS, CLASSES_OF_SPLITS)
 
-HOW = "Put images in DATA_DIR/CLASS/, or in DATA_DIR/train/CLASS/ and DATA_DIR/test/CLASS/"
+HOW = (
+    "Put images in DATA_DIR/CLASS/, or in DATA_DIR/train/CLASS/ and DATA_DIR/test/CLASS/; or list the labels in "
+    "DATA_DIR/metadata.csv, in columns file_name and label"
+)
 
 # Names of a folder in a split that holds the split's images, and no class.
 _HOLDERS = frozenset({"images", "image", "imgs", "img", "all", "unknown", "data", "photos"})
@@ -59,7 +62,14 @@ def class_names(folder: Folder, classes: frozenset[str] = frozenset()) -> frozen
     return frozenset(normal(inside.name) for inside in unwrap_split(folder, classes).filled)
 
 
-def find_layout(root: Folder, layout: str, named: set[str]) -> tuple[str, dict[str, Folder]]:
+def has_classes(root: Folder) -> bool:
+    """Tell whether there are folders that may be classes, right in a folder or in those of splits."""
+    kinds = split_kinds(folder.name for folder in root.filled)
+    inside = {name for folder in root.filled if folder.name in kinds for name in class_names(folder)}
+    return len(root.filled) - len(kinds) > 1 or len(inside) > 1
+
+
+def find_layout(root: Folder, layout: str, named: set[str]) -> tuple[str, dict[str, str]]:
     """Find whether the folders in a folder are splits or classes.
 
     Args:
@@ -68,8 +78,7 @@ def find_layout(root: Folder, layout: str, named: set[str]) -> tuple[str, dict[s
         named (`set[str]`): the splits that the user named.
 
     Returns:
-        `tuple[str, dict[str, Folder]]`: the layout, and the folders of splits by their names, those without labels
-        too; none where the folders are classes.
+        `tuple[str, dict[str, str]]`: the layout, and which split each folder's name means, of those that mean one.
 
     Raises:
         InputError: If both could be meant.
@@ -78,34 +87,41 @@ def find_layout(root: Folder, layout: str, named: set[str]) -> tuple[str, dict[s
     kinds = split_kinds(inside)
     if layout == CLASSES_OF_SPLITS or (layout == "auto" and not named & inside.keys() and _splits_inside(root)):
         return CLASSES_OF_SPLITS, {}
-    if layout == SPLITS or (layout == "auto" and named & inside.keys()):
-        return SPLITS, inside
-    if layout == CLASSES:
-        return CLASSES, {}
     trains = [name for name, kind in kinds.items() if kind == TRAIN and class_names(inside[name])]
     if trains:
-        return _splits_or_classes(root, inside, kinds, trains[0])
+        kinds |= _relatives(inside, trains[0])
+    if layout == SPLITS or (layout == "auto" and named & inside.keys()):
+        return SPLITS, kinds
+    if layout == CLASSES:
+        return CLASSES, {}
+    if trains:
+        return _splits_or_classes(root, inside, kinds, trains[0]), kinds
     if kinds:
-        return _classes_beside(root, inside, kinds)
-    _refuse_repeated(root, inside)
-    _refuse_splits_beside(root, inside)
+        _refuse_classes_beside(root, inside, kinds)
+    else:
+        _refuse_repeated(root, inside)
+        _refuse_splits_beside(root, inside)
     return CLASSES, {}
 
 
-def _splits_or_classes(
-    root: Folder, inside: dict[str, Folder], kinds: dict[str, str], train: str
-) -> tuple[str, dict[str, Folder]]:
+def _relatives(inside: dict[str, Folder], train: str) -> dict[str, str]:
+    """Find folders that hold the classes of train and speak of a split: validation_matched."""
+    classes = class_names(inside[train])
+    kinds = {name: kind_of(name) for name in inside if classes & class_names(inside[name], classes)}
+    return {name: kind for name, kind in kinds.items() if kind}
+
+
+def _splits_or_classes(root: Folder, inside: dict[str, Folder], kinds: dict[str, str], train: str) -> str:
     """Decide where a folder called train holds folders."""
     strangers = [name for name in inside if name not in kinds]
     if not strangers:
-        return SPLITS, inside
+        return SPLITS
     classes = class_names(inside[train])
     shared = {name: sorted(classes & class_names(inside[name], classes)) for name in inside if name != train}
     repeated = next(((name, names[0]) for name, names in shared.items() if names), None)
     # "train" with one folder in it, among others that hold something else: vehicles.
     if not repeated and len(classes) == 1:
-        return CLASSES, {}
-    strange = shorten(", ".join(strangers), 200, placeholder=" ...")
+        return CLASSES
     why = (
         f"{train} and {repeated[0]} both hold a folder {repeated[1]!r}, as splits do"
         if repeated
@@ -115,42 +131,35 @@ def _splits_or_classes(
     likely = None if held else next((name for name in strangers if shared[name]), None)
     choose = f"`train_split={train}`" + (f" `eval_split={likely}`" if likely else "")
     raise InputError(
-        f"In {root.path}, {why}, but no split is called {strange}. If {train} is the split to train on, give "
-        f"{choose}, "
-        f"and all others without a split's name are left out; if the folders are classes, give "
+        f"In {root.path}, {why}, but no split is called {listed(strangers)}. If {train} is the split to train on, "
+        f"give {choose}, and all others without a split's name are left out; if the folders are classes, give "
         f"`data_layout={CLASSES}`."
     )
 
 
-def _classes_beside(root: Folder, inside: dict[str, Folder], kinds: dict[str, str]) -> tuple[str, dict[str, Folder]]:
-    """Decide where no folder called train holds folders, but some have names of splits."""
+def _refuse_classes_beside(root: Folder, inside: dict[str, Folder], kinds: dict[str, str]) -> None:
+    """Refuse names of splits where no folder called train holds folders, unless they may be no splits."""
     strangers = [name for name in inside if name not in kinds]
-    found = set(kinds.values())
-    names = shorten(", ".join(kinds), 200, placeholder=" ...")
+    found, names = set(kinds.values()), listed(kinds)
     if not strangers:
-        flat = [name for name in kinds if not class_names(inside[name])]
-        if not flat:
+        if all(class_names(inside[name]) for name in kinds):
             raise InputError(
                 f"{root.path} holds the splits {names}, and none to train on. Choose one: "
                 f"`train_split={next(iter(kinds))}`."
             )
         raise InputError(
-            f"{names} in {root.path} have names of splits and hold no class folders in the split to train on. {HOW}; "
-            "or list the labels in DATA_DIR/train/metadata.csv, in columns file_name and label. If the folders are "
-            f"classes, give `data_layout={CLASSES}`."
+            f"In {root.path}, the split to train on holds no class folders; folders: {names}. {HOW}. If the folders "
+            f"are classes, give `data_layout={CLASSES}`."
         )
-    if found == {UNLABELED}:
-        return CLASSES, {}
-    # A vehicle. More than one such name is no coincidence.
-    if found <= {TRAIN, UNLABELED} and len(kinds) == 1:
-        return CLASSES, {}
+    # One folder called train is a vehicle; two such names are no coincidence.
+    if found == {UNLABELED} or (found <= {TRAIN, UNLABELED} and len(kinds) == 1):
+        return
     nested = [name for name in strangers if class_names(inside[name])]
     choose = f"give `train_split={nested[0]}`" if nested else "move the class folders into DATA_DIR/train/"
     verb = "has a name of a split" if len(kinds) == 1 else "have names of splits"
     raise InputError(
-        f"{names} in {root.path} {verb} and may be classes beside "
-        f"{shorten(', '.join(strangers), 200, placeholder=' ...')}. "
-        f"If they are splits, {choose}; if they are classes, give `data_layout={CLASSES}`."
+        f"{names} in {root.path} {verb} and may be classes beside {listed(strangers)}. If they are splits, {choose}; "
+        f"if they are classes, give `data_layout={CLASSES}`."
     )
 
 
@@ -162,16 +171,11 @@ def _splits_inside(root: Folder) -> bool:
     with_train = [name for name, inside in kinds.items() if TRAIN in inside.values() and len(inside) > 1]
     if len(with_train) < 2 or max(repeated.values()) < 2:
         return False
-    flat = [
-        folder.name
-        for folder in root.filled
-        if not kinds[folder.name] and split_kinds([folder.name]).get(folder.name) != UNLABELED
-    ]
+    flat = [folder.name for folder in root.filled if not kinds[folder.name] and not split_kinds([folder.name])]
     if flat:
         raise InputError(
             f"In {root.path}, {with_train[0]} and {with_train[1]} hold splits, as classes with splits of their own "
-            "do, "
-            f"and {flat[0]} holds none. Put its images in {os.path.join(flat[0], 'train')}, or give "
+            f"do, and {flat[0]} holds none. Put its images in {os.path.join(flat[0], 'train')}, or give "
             f"`data_layout={CLASSES}` to train on all splits."
         )
     return True
@@ -185,8 +189,8 @@ def _refuse_repeated(root: Folder, inside: dict[str, Folder]) -> None:
         return
     first, second = list(inside)[:2]
     raise InputError(
-        f"The folders of {root.path} ({shorten(', '.join(inside), 200, placeholder=' ...')}) all hold "
-        f"{shorten(', '.join(sorted(shared)), 200, placeholder=' ...')}. If they are splits, say which: "
+        f"The folders of {root.path} ({listed(inside)}) all hold {listed(sorted(shared))}. If they are splits, "
+        "say which: "
         f"`train_split={first}` `eval_split={second}`; if they are classes, give `data_layout={CLASSES}`."
     )
 

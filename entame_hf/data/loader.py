@@ -10,16 +10,16 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from ..errors import InputError
-from .encoded import EncodedSplits
+from .duplicates import compare_files
 from .folders import holds_tables, open_folder, read_folder
 from .labels import encode_labels
-from .overlap import overlap_note
-from .roles import choose_columns, choose_roles
-from .skipped import SkippedImage
-from .source import Rows, Source
+from .roles import choose_columns, choose_roles, split_by_column
+from .source import Rows, SkippedImage, Source
 from .splits import TEST, TRAIN, VALIDATION
-from .tables import open_dataset
-from .understanding import Understanding
+from .subsets import EncodedSplits
+from .tables import open_dataset, refuse_streaming
+from .tree import Folder
+from .understanding import Understanding, understand
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ class Splits:
             How the dataset was understood.
         skipped (`list[SkippedImage]`):
             The images that are in no split, and why.
+        uncompared (`set[str]`):
+            The splits whose files `describe` did not compare with those of train, because they are too many.
     """
 
     train: Rows
@@ -53,22 +55,22 @@ class Splits:
     test: Rows | None = None
     understanding: Understanding = field(default_factory=Understanding)
     skipped: list[SkippedImage] = field(default_factory=list)
+    uncompared: set[str] = field(default_factory=set)
 
     def describe(self) -> str:
         """Say in a few lines how the dataset was understood: see [`Understanding.describe`].
 
         The files of validation and test are compared with those of train, byte by byte.
         """
-        held = {
-            name: rows for name, rows in (("validation", self.validation), ("test", self.test)) if rows is not None
-        }
-        columns = (self.image_column, self.label_column)
-        notes = [
-            overlap_note(name, rows, self.train, *columns)
-            for name, rows in held.items()
-            if isinstance(rows, Dataset) and isinstance(self.train, Dataset)
-        ]
-        lines = [self.understanding.describe(), *(f"Note: {note}" for note in notes if note)]
+        lines = [self.understanding.describe()]
+        for name, rows in (("validation", self.validation), ("test", self.test)):
+            if isinstance(rows, Dataset) and isinstance(self.train, Dataset):
+                found = compare_files(rows, self.train, self.image_column, self.label_column)
+                if found is None:
+                    self.uncompared.add(name)
+                    lines.append(f"Note: images of {name} are compared with those of train at the end: they are many.")
+                elif note := found.note(name):
+                    lines.append(f"Note: {note}")
         return "\n".join(lines)
 
 
@@ -120,15 +122,25 @@ def load_splits(
         raise InputError(f"Give either {where}" + (", and not both." if data_dir else "."))
     if streaming and data_dir:
         raise InputError("`streaming` reads `dataset_name` alone: leave `data_dir` out, or `streaming`.")
-    name = str(dataset_name or data_dir)
-    local = os.path.expanduser(name)
-    if data_dir or (os.path.exists(local) and not dataset_config_name and not streaming):
-        root = open_folder(local, max_unzipped_gb)
+    name = os.path.expanduser(str(dataset_name or data_dir))
+    chosen: Any = {key: options.get(key) for key in ("train_split", "eval_split", "label_column_name")}
+
+    def read_images(root: Folder) -> Source:
+        return read_folder(root, **chosen, data_layout=data_layout)
+
+    if data_dir or os.path.exists(name):
+        root = open_folder(name, max_unzipped_gb)
         if not holds_tables(root) and (data_dir or root.count):
-            chosen = {key: options.get(key) for key in ("train_split", "eval_split", "label_column_name")}
-            return split_dataset(read_folder(root, **chosen, data_layout=data_layout), **options)
+            if streaming:
+                refuse_streaming(name)
+            if dataset_config_name:
+                raise InputError(
+                    f"`dataset_config_name={dataset_config_name}`: {name} is a folder of images, which has no "
+                    "configurations. Leave it out."
+                )
+            return split_dataset(read_images(root), **options)
         name = root.path
-    return split_dataset(open_dataset(name, dataset_config_name, streaming), **options)
+    return split_dataset(open_dataset(name, dataset_config_name, streaming, read_images), **options)
 
 
 def check_limits(options: Mapping[str, Any]) -> None:
@@ -200,12 +212,13 @@ def split_dataset(
     }
     check_limits({"test_fraction": test_fraction, **limits})
     source = _as_source(loaded)
+    split_by_column(source)
     chosen = choose_roles(source, train_split, eval_split)
     rows, image_column, label_column = choose_columns(source, chosen, eval_split, image_column_name, label_column_name)
     rows, class_names = encode_labels(rows, label_column, num_labels)
     origins = {role: name for role, name in chosen.items() if name in rows}
     parts: Any = {role: rows[name] for role, name in origins.items()}
-    encoded = EncodedSplits(source, origins, label_column, class_names, seed)
+    encoded = EncodedSplits(source, origins, image_column, label_column, class_names, seed)
     if isinstance(parts[TRAIN], IterableDataset):
         parts = encoded.limit_streams(encoded.choose_streams(parts), limits)
     else:
@@ -219,7 +232,7 @@ def split_dataset(
         image_column=image_column,
         label_column=label_column,
         test=parts.get(TEST),
-        understanding=encoded.understand(parts),
+        understanding=understand(source, encoded.origins, parts, label_column, class_names),
         skipped=source.skipped,
     )
 

@@ -7,33 +7,44 @@ import json
 import os
 from collections import Counter, defaultdict
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, Image, Value
 
 from ..errors import InputError
-from .skipped import SkippedImage
-from .source import Rows, Source, count_of
-from .splits import TRAIN, UNLABELED, normal, split_kinds
-from .tree import Folder
+from .source import Rows, SkippedImage, Source, count_of, listed
+from .splits import SPLIT_COLUMN, TRAIN, UNLABELED, normal, split_kinds
+from .tree import Folder, suffix_of
 
 FILE_COLUMN = "file_name"
 
 
-def read_metadata(root: Folder, named: set[str], label_column_name: str | None = None) -> Source | None:
+class Row(NamedTuple):
+    """Hold a row of a metadata file: the image's path, its label, the split it names and where the row stands."""
+
+    path: str
+    label: str | int
+    split: str
+    where: str
+
+
+def read_metadata(
+    root: Folder, named: set[str], label_column_name: str | None = None, needed: bool = True
+) -> Source | None:
     """Read the splits of a folder whose labels stand in metadata files.
 
     A file's paths are relative to its folder. Labels are text, as they stand there. A row belongs to the split whose
-    folder its image lies in, and to train where folders are no splits.
+    folder its image lies in, else to the one that its column "split" names, else to train.
 
     Args:
         root ([`Folder`]): the folder.
         named (`set[str]`): folders that the user takes for splits.
         label_column_name (`str`, *optional*): the column of the labels; by default "label" or "labels", or the only
             column beside "file_name".
+        needed (`bool`, *optional*, defaults to `True`): whether there are no class folders: only a column called
+            "label" or "labels" is taken in their place.
 
     Returns:
         [`Source`] or `None`: `None` where no metadata file has labels.
@@ -41,137 +52,146 @@ def read_metadata(root: Folder, named: set[str], label_column_name: str | None =
     Raises:
         InputError: If a file can't be read, an image has two labels, or a class loses most of its images.
     """
-    files = [path for folder in root.walk() for path in folder.metadata]
-    # With class folders, a file of captions or boxes alone is no fault.
-    needed = not root.filled or label_column_name is not None
-    tables = {path: rows for path in sorted(files) if (rows := _read(path, label_column_name, needed)) is not None}
+    files = sorted(path for folder in root.walk() for path in folder.metadata)
+    needed = needed or label_column_name is not None
+    tables = {path: rows for path in files if (rows := _read(path, label_column_name, needed)) is not None}
     if not tables:
         return None
     known = {normal(path): path for path in root.images()}
-    labels: dict[str, str | int] = {}
-    where: dict[str, str] = {}
-    lost: list[tuple[str, str | int]] = []
-    repeated = 0
-    for file, rows in tables.items():
-        for number, (name, label) in enumerate(rows, start=1):
-            path = _find(os.path.dirname(file), name, known)
-            if path is None:
-                lost.append((os.path.join(os.path.dirname(file), name), label))
-            elif path in labels and labels[path] != label:
-                raise InputError(
-                    f"{path} has two labels: {labels[path]!r} in {where[path]} and {label!r} in row {number} of "
-                    f"{file}. "
-                    "Remove one of the rows."
-                )
-            else:
-                repeated += path in labels
-                labels[path], where[path] = label, f"row {number} of {file}"
-    _check_types(labels, where)
-    _check_lost(labels, lost, tables)
-    source = Source({}, f"{', '.join(sorted({os.path.basename(file) for file in tables}))} beside images")
-    unnamed = sorted(set(known.values()) - labels.keys())
+    found: dict[str, Row] = {}
+    lost: list[Row] = []
+    for row in (row for rows in tables.values() for row in rows):
+        path = _find(row.path, known)
+        if path is None:
+            lost.append(row)
+        elif path in found and found[path].label != row.label:
+            other = found[path]
+            raise InputError(
+                f"{path} has two labels: {other.label!r} in {other.where} and {row.label!r} in {row.where}. Remove "
+                "one of the rows."
+            )
+        else:
+            found[path] = row
+    _check_types(found)
+    _check_lost(found, lost, tables)
     total = sum(map(len, tables.values()))
-    source.notes.append(f"{total:,} rows of metadata and {count_of(len(known), 'image')}: {len(labels):,} match.")
-    if repeated:
+    source = Source({}, f"{', '.join(sorted({os.path.basename(file) for file in tables}))} beside images")
+    source.notes.append(f"{total:,} rows of metadata and {count_of(len(known), 'image')}: {len(found):,} match.")
+    if repeated := total - len(lost) - len(found):
         source.notes.append(f"{count_of(repeated, 'row')} of metadata repeat another row.")
     if lost:
         source.notes.append(f"{count_of(len(lost), 'row')} of metadata without a file left out.")
-        source.skipped += [SkippedImage(path, "", "row of metadata without a file") for path, _ in lost]
-    source.leave_out(unnamed, "", "no row of metadata", root.path)
-    source.splits = _tables(root, labels, named, label_column_name or "label")
+        source.skipped += [SkippedImage(row.path, "", "row of metadata without a file") for row in lost]
+    source.leave_out(sorted(set(known.values()) - found.keys()), "", "no row of metadata", root.path)
+    source.splits = _tables(root, found, named, label_column_name or "label")
     return source
 
 
-def _tables(root: Folder, labels: dict[str, str | int], named: set[str], column: str) -> dict[str, Rows]:
-    tops = {path: os.path.relpath(path, root.path).split(os.sep)[0] for path in labels}
+def _tables(root: Folder, rows: dict[str, Row], named: set[str], column: str) -> dict[str, Rows]:
+    tops = {path: os.path.relpath(path, root.path).split(os.sep)[0] for path in rows}
     kinds = split_kinds(sorted(set(tops.values())))
+    splits: dict[str, list[str]] = defaultdict(list)
     are_splits = TRAIN in kinds.values() or bool(named & set(tops.values()))
-    splits: dict[str, dict[str, str | int]] = defaultdict(dict)
-    for path in sorted(labels):
+    for path in sorted(rows):
         top = tops[path]
         known = are_splits and (top in named or kinds.get(top, UNLABELED) != UNLABELED)
-        splits[top if known else TRAIN][path] = labels[path]
-    kind = Value("int64" if all(isinstance(label, int) for label in labels.values()) else "string")
-    features = Features({"image": datasets.Image(decode=False), column: kind})
+        splits[top if known else TRAIN].append(path)
+    numbers = all(isinstance(row.label, int) for row in rows.values())
+    features = {"image": Image(decode=False), column: Value("int64" if numbers else "string")}
+    by_column = not are_splits and any(row.split for row in rows.values())
+    features |= {SPLIT_COLUMN: Value("string")} if by_column else {}
+    return {split: _table(paths, rows, column, Features(features)) for split, paths in splits.items()}
+
+
+def _table(paths: list[str], rows: dict[str, Row], column: str, features: Features) -> Dataset:
+    values: dict[str, list] = {"image": paths, column: [rows[path].label for path in paths]}
+    values |= {SPLIT_COLUMN: [rows[path].split for path in paths]} if SPLIT_COLUMN in features else {}
+    return table(values, features)
+
+
+def table(values: dict[str, list], features: Features) -> Dataset:
+    """Make a table, or name the file name that can't be written as text."""
     try:
-        return {
-            split: Dataset.from_dict({"image": list(rows), column: list(rows.values())}, features=features)
-            for split, rows in splits.items()
-        }
+        return Dataset.from_dict(values, features=features)
     except UnicodeEncodeError as error:
         raise InputError(f"The file name {error.object!a} is not UTF-8. Rename it.") from error
 
 
-def _find(folder: str, name: str, known: dict[str, str]) -> str | None:
-    for spelling in (name, name.replace("\\", "/")):
-        path = os.path.normpath(os.path.join(folder, spelling))
-        if found := known.get(normal(path)):
+def _find(path: str, known: dict[str, str]) -> str | None:
+    for spelling in (path, path.replace("\\", "/")):
+        spelling = os.path.normpath(spelling)
+        if found := known.get(normal(spelling)):
             return found
-        if os.path.isfile(path):
-            return path
+        if os.path.isfile(spelling):
+            return spelling
     return None
 
 
-def _check_types(labels: dict[str, str | int], where: dict[str, str]) -> None:
-    first = {type(label): path for path, label in labels.items()}
+def _check_types(rows: dict[str, Row]) -> None:
+    first = {type(row.label): row for row in rows.values()}
     if len(first) > 1:
         text, number = first[str], first[int]
         raise InputError(
-            f"Labels are text in some rows ({labels[text]!r} in {where[text]}) and numbers in others "
-            f"({labels[number]!r} in {where[number]}). Write all of them in one way."
+            f"Labels are text in some rows ({text.label!r} in {text.where}) and numbers in others ({number.label!r} "
+            f"in {number.where}). Write all of them in one way."
         )
 
 
-def _check_lost(labels: dict[str, str | int], lost: list[tuple[str, str | int]], tables: dict[str, Any]) -> None:
-    if not labels:
+def _check_lost(found: dict[str, Row], lost: list[Row], tables: dict[str, Any]) -> None:
+    if not found:
         file = next(iter(tables))
-        example = f", such as {lost[0][0]}" if lost else ""
+        example = f", such as {lost[0].path}" if lost else ""
         raise InputError(f"No row of {file} has a file{example}. Paths are relative to the folder of {file}.")
-    kept, gone = Counter(labels.values()), Counter(label for _, label in lost)
-    worst = [label for label in gone if gone[label] > kept[label]]
-    if worst:
-        label = max(worst, key=lambda label: gone[label])
-        example = next(path for path, other in lost if other == label)
+    kept, gone = Counter(row.label for row in found.values()), Counter(row.label for row in lost)
+    worst = max((label for label in gone if gone[label] > kept[label]), key=lambda label: gone[label], default=None)
+    if worst is not None:
+        example = next(row.path for row in lost if row.label == worst)
         raise InputError(
-            f"Class {label!r} loses {gone[label]:,} of {gone[label] + kept[label]:,} images: their rows of metadata "
-            "have "
-            f"no file, such as {example}. Add the files or remove the rows."
+            f"Class {worst!r} loses {gone[worst]:,} of {gone[worst] + kept[worst]:,} images: their rows of metadata "
+            f"have no file, such as {example}. Add the files or remove the rows."
         )
 
 
-def _read(path: str, label_column_name: str | None, needed: bool) -> list[tuple[str, str | int]] | None:
-    """Read names and labels; `None` where there are no labels, or none that is sure and needed."""
-    rows = _READERS[os.path.splitext(path)[1].lower()](path)
+def _read(path: str, label_column_name: str | None, needed: bool) -> list[Row] | None:
+    """Read rows; `None` where there are no labels, or none that is sure and needed."""
+    rows = _READERS[suffix_of(path)](path)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if FILE_COLUMN not in columns:
         if not needed:
             return None
         raise InputError(
             f"{path} has no column {FILE_COLUMN!r}. Columns: {', '.join(map(str, columns))}. Rename the one that "
-            "holds "
-            "paths, relative to this file."
+            "holds paths, relative to this file."
         )
-    others = [name for name in columns if name != FILE_COLUMN]
-    if label_column_name is not None and label_column_name not in others:
+    others = [name for name in columns if name not in (FILE_COLUMN, SPLIT_COLUMN)]
+    if label_column_name is not None and label_column_name not in columns:
         raise InputError(f"`label_column_name={label_column_name}`: {path} has no such column. Columns: {columns}.")
     usual = [name for name in others if name in ("label", "labels")]
-    chosen = [label_column_name] if label_column_name else usual or others
-    if not chosen:
-        return None
-    if len(chosen) > 1 and not needed:
+    chosen = [label_column_name] if label_column_name else usual or (others if needed else [])
+    if not chosen or (len(chosen) > 1 and not needed):
         return None
     if len(chosen) > 1:
         raise InputError(
             f"Several columns of {path} could hold the labels: {', '.join(chosen)}. Choose one: "
             f"`label_column_name={chosen[0]}`."
         )
-    unlabeled = [number for number, row in enumerate(rows, start=1) if row.get(chosen[0]) in (None, "")]
-    if unlabeled:
-        raise InputError(
-            f"{len(unlabeled):,} of {len(rows):,} rows of {path} have no label in column {chosen[0]!r}: row "
-            f"{shorten(', '.join(map(str, unlabeled)), 60, placeholder=' ...')}. Add labels or remove the rows."
+    for column, what in ((FILE_COLUMN, "image"), (chosen[0], "label")):
+        missing = [number for number, row in enumerate(rows, start=1) if row.get(column) in (None, "")]
+        if missing:
+            raise InputError(
+                f"{len(missing):,} of {len(rows):,} rows of {path} have no {what} in column {column!r}: row "
+                f"{shorten(', '.join(map(str, missing)), 60, placeholder=' ...')}. Complete or remove the rows."
+            )
+    folder = os.path.dirname(path)
+    return [
+        Row(
+            os.path.join(folder, str(row[FILE_COLUMN])),
+            _label(row[chosen[0]], number, path),
+            str(row.get(SPLIT_COLUMN) or ""),
+            f"row {number} of {path}",
         )
-    return [(str(row[FILE_COLUMN]), _label(row[chosen[0]], number, path)) for number, row in enumerate(rows, start=1)]
+        for number, row in enumerate(rows, start=1)
+    ]
 
 
 def _label(value: Any, number: int, path: str) -> str | int:
@@ -183,8 +203,7 @@ def _label(value: Any, number: int, path: str) -> str | int:
         return normal(value)
     raise InputError(
         f"Row {number} of {path} has the label {shorten(repr(value), 60)}; allowed are text and integers, one label "
-        "an "
-        "image."
+        "an image."
     )
 
 
@@ -195,9 +214,18 @@ def _read_csv(path: str) -> list[dict[str, Any]]:
             file.seek(0)
             # Spreadsheets of some languages write semicolons.
             delimiter = max(",;\t", key=header.count)
-            return list(csv.DictReader(file, delimiter=delimiter, strict=True))
+            names, *rows = [row for row in csv.reader(file, delimiter=delimiter, strict=True) if row] or [[]]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} cannot be read as CSV: {error}. Save it as UTF-8 with commas.") from error
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InputError(f"{path} has two columns {twice[0]!r}. Rename one of them.")
+    for number, row in enumerate(rows, start=1):
+        if len(row) > len(names):
+            raise InputError(
+                f"Row {number} of {path} has {len(row)} values, and there are {len(names)} columns: {listed(names)}. "
+                'Quote values that hold a comma: "a, b".'
+            )
+    return [dict(zip(names, row, strict=False)) for row in rows]
 
 
 def _read_jsonl(path: str) -> list[dict[str, Any]]:

@@ -14,11 +14,12 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from .augmentation import Augmentation, Rows
-from .batches import to_device
+from .batches import BatchDataset, to_device
 from .images import UnreadableImageError, decode_image, encoded_bytes
 from .jpeg import common_jpeg, decode_on_gpu, decode_pixels
 from .preparation import Preparation
 from .resampling import EvaluationCrop, ResizeCrop, crop_and_resize
+from .source import SkippedImage
 from .workers import threads
 
 # Limits a batch on the GPU: with float16 intermediates, under a gigabyte of its memory.
@@ -83,6 +84,10 @@ class ImagePipeline:
         height, width = preparation.size
         self.length = 3 * height * width * preparation.dtype.itemsize
         self._affine: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def for_evaluation(self) -> ImagePipeline:
+        """Show the same prepared images as evaluation sees them: without augmentation, and whole images cropped."""
+        return ImagePipeline(self.preparation, None, self.num_classes, self.preparation.evaluation_crop())
 
     def decode(self, value: Any) -> DecodedImage | UnreadableImageError:
         """Decode and prepare one image.
@@ -161,6 +166,36 @@ class ImagePipeline:
         if augmentation and augmentation.mixes:
             values, labels = augmentation.mix(values, labels, self.num_classes, batch.rows, batch.epoch)
         return {"pixel_values": values, "labels": labels}
+
+
+class PipelineDataset(BatchDataset):
+    """Finish batches by an [`ImagePipeline`], and name the images that cannot be read.
+
+    Attributes:
+        pipeline ([`ImagePipeline`]): decodes and finishes images.
+        unreadable ([`UnreadableRows`] or [`UnreadableNames`]): the images that cannot be read.
+        name (`str`): what messages call this dataset.
+    """
+
+    pipeline: ImagePipeline
+    unreadable: Any
+    name: str
+
+    def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Augment and normalise a batch on a device: see [`ImagePipeline.finish`]."""
+        return self.pipeline.finish(batch, device)
+
+    def summary(self) -> str | None:
+        """Name the unreadable images in one line; `None` if there are none so far."""
+        return self.unreadable.summary()
+
+    def gather_unreadable(self) -> None:
+        """Add what other ranks could not read. To be called in all of them."""
+        self.unreadable.gather()
+
+    def skipped(self) -> list[SkippedImage]:
+        """List the unreadable images with their reasons, of all ranks as last gathered."""
+        return self.unreadable.skipped(self.name)
 
 
 def _read(value: Any) -> bytes:

@@ -5,14 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets import Dataset
 
 from ..errors import InputError
-from .columns import find_image_column, find_label_column
+from .columns import find_image_column, find_label_column, image_names
 from .labels import count_missing
-from .skipped import SkippedImage
-from .source import Rows, Source, count_of
-from .splits import TEST, TRAIN, VALIDATION, choose_split, find_splits, is_unlabeled
+from .source import Rows, SkippedImage, Source
+from .splits import SPLIT_COLUMN, TEST, TRAIN, UNLABELED, VALIDATION, choose_split, find_splits, kind_of, split_kinds
+
+
+def split_by_column(source: Source) -> None:
+    """Make splits of a single table whose column "split" names them."""
+    rows = next(iter(source.splits.values()))
+    if len(source.splits) > 1 or not isinstance(rows, Dataset) or SPLIT_COLUMN not in rows.features:
+        return
+    values = rows.with_format("numpy", columns=[SPLIT_COLUMN])[:][SPLIT_COLUMN]
+    names = [str(name) for name in dict.fromkeys(values.tolist())]
+    if len(names) > 1 and len(split_kinds(names)) == len(names):
+        source.splits = {name: rows.select(np.flatnonzero(values == name)) for name in names}
+        source.layout += f', split by column "{SPLIT_COLUMN}"'
 
 
 def choose_roles(source: Source, train_split: str | None, eval_split: str | None) -> dict[str, str]:
@@ -20,7 +32,7 @@ def choose_roles(source: Source, train_split: str | None, eval_split: str | None
     for parameter, name in (("train_split", train_split), ("eval_split", eval_split)):
         if name is not None and name not in source.splits:
             raise InputError(f"`{parameter}={name}`: no such split. Splits: {', '.join(source.splits)}.")
-    labeled = [name for name in source.splits if not is_unlabeled(name)]
+    labeled = [name for name in source.splits if kind_of(name) != UNLABELED]
     train = train_split or choose_split(labeled, TRAIN, "train_split")
     if train is None:
         raise InputError(f"No split to train on. Choose one with `train_split`; splits: {', '.join(source.splits)}.")
@@ -39,9 +51,13 @@ def choose_roles(source: Source, train_split: str | None, eval_split: str | None
 
 def _leave_out_split(source: Source, name: str, reason: str) -> None:
     rows = source.splits[name]
-    size = count_of(len(rows), "image") if isinstance(rows, Dataset) else "all images"
-    source.notes.append(f"{size} of split {name!r} left out: {reason}.")
-    source.skipped.append(SkippedImage(size, name, reason))
+    if not isinstance(rows, Dataset):
+        source.notes.append(f"all images of split {name!r} left out: {reason}.")
+        source.skipped.append(SkippedImage("all images", name, reason))
+        return
+    columns = [column for column, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+    names = image_names(rows, columns[0]) if columns else [f"row {number}" for number in range(len(rows))]
+    source.leave_out(names, name, reason, f"split {name!r}")
 
 
 def choose_columns(

@@ -1,15 +1,38 @@
-"""What a loader finds, before splits, columns and labels are chosen: the same for folders, files and streams."""
+"""What a loader finds, before splits, columns and labels are chosen, and the images that are left out."""
 
 from __future__ import annotations
 
+import csv
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from datasets import Dataset, IterableDataset
 
-from .skipped import SkippedImage
+from ..errors import printable
 
 Rows: TypeAlias = Dataset | IterableDataset
+
+SKIPPED_FILE = "skipped_images.csv"
+
+# More images are left out as a count.
+MAX_NAMED = 100_000
+
+
+class SkippedImage(NamedTuple):
+    """Name an image that is not used.
+
+    Attributes:
+        image (`str`): its path, or its row.
+        split (`str`): the split it belongs to; empty if it belongs to none.
+        reason (`str`): why it is not used.
+    """
+
+    image: str
+    split: str
+    reason: str
 
 
 @dataclass
@@ -28,11 +51,14 @@ class Source:
     notes: list[str] = field(default_factory=list)
     skipped: list[SkippedImage] = field(default_factory=list)
 
-    def leave_out(self, paths: list[str], split: str, reason: str, where: str) -> None:
+    def leave_out(self, images: Sequence[str], split: str, reason: str, where: str) -> None:
         """Leave images out, and say how many."""
-        if paths:
-            self.notes.append(f"{count_of(len(paths), 'image')} of {where} left out: {reason}.")
-            self.skipped += [SkippedImage(path, split, reason) for path in paths]
+        if not images:
+            return
+        size = count_of(len(images), "image")
+        self.notes.append(f"{size} of {where} left out: {reason}.")
+        named = images if len(images) <= MAX_NAMED else [f"{size}, too many to name"]
+        self.skipped += [SkippedImage(image, split, reason) for image in named]
 
 
 def count_of(count: int, noun: str) -> str:
@@ -47,3 +73,32 @@ def count_of(count: int, noun: str) -> str:
     """
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{count:,} {noun if count == 1 else plural}"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Write names in a message, not all of very many."""
+    text = ", ".join(map(printable, names))
+    return text if len(text) <= 200 else f"{text[:190].rpartition(', ')[0] or text[:190]}, ..."
+
+
+def write_skipped_images(folder: str | os.PathLike[str], skipped: Iterable[SkippedImage]) -> Path | None:
+    """Write which images are not used, and why.
+
+    Args:
+        folder (`str` or `os.PathLike`): the folder of the results.
+        skipped (iterable of [`SkippedImage`]): what [`Splits`] left out and what the datasets could not read.
+
+    Returns:
+        `pathlib.Path` or `None`: the file `skipped_images.csv`; `None`, and no file, where every image is used.
+    """
+    path = Path(folder) / SKIPPED_FILE
+    rows = list(dict.fromkeys(skipped))
+    if not rows:
+        path.unlink(missing_ok=True)
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(SkippedImage._fields)
+        writer.writerows([printable(value) for value in row] for row in rows)
+    return path

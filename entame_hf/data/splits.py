@@ -10,6 +10,9 @@ from ..errors import InputError
 
 TRAIN, VALIDATION, TEST, UNLABELED = "train", "validation", "test", "unlabeled"
 
+# A column that says which split a row belongs to.
+SPLIT_COLUMN = "split"
+
 _WORDS = {
     TRAIN: "train training trn",
     VALIDATION: "validation val valid validate validating dev devel development eval evaluation holdout heldout",
@@ -19,26 +22,7 @@ _WORDS = {
 _KINDS = {word: kind for kind, words in _WORDS.items() for word in words.split()}
 
 # Words beside a split's name that change nothing: train_set, val2017, TestImages, test1.
-_PLAIN = frozenset(
-    [
-        "set",
-        "sets",
-        "data",
-        "dataset",
-        "split",
-        "folder",
-        "image",
-        "images",
-        "img",
-        "imgs",
-        "photo",
-        "photos",
-        "picture",
-        "pictures",
-        "pic",
-        "pics",
-    ]
-)
+_PLAIN = re.compile("sets?|data(set)?|split|folder|images?|imgs?|photos?|pictures?|pics?")
 _ENDINGS = ("set", "data", "images", "imgs", "img")
 
 
@@ -55,7 +39,7 @@ def _parse(name: str) -> tuple[str | None, frozenset[str]]:
     for ending in _ENDINGS:
         words = [w.removesuffix(ending) if w.removesuffix(ending) in _KINDS else w for w in words]
     kinds = {_KINDS[word] for word in words if word in _KINDS}
-    rest = frozenset(word for word in words if word not in _KINDS and word not in _PLAIN)
+    rest = frozenset(word for word in words if word not in _KINDS and not _PLAIN.fullmatch(word))
     if UNLABELED in kinds:
         return UNLABELED, rest
     # VOC's "trainval" is for training.
@@ -133,6 +117,6 @@ def choose_split(names: Iterable[str], kind: str, parameter: str) -> str | None:
     return found[0] if found else None
 
 
-def is_unlabeled(name: str) -> bool:
-    """Tell whether a name says that there are no labels."""
-    return _parse(name)[0] == UNLABELED
+def kind_of(name: str) -> str | None:
+    """Tell which split a name speaks of, whatever else it says: "validation_matched" of validation."""
+    return _parse(name)[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,29 +10,19 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
-from accelerate.utils import gather_object
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ..errors import printable
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
-from .batches import BatchDataset
 from .columns import check_labels, count_classes
 from .images import UnreadableImageError
-from .pipeline import DecodedImage, HostBatch, ImagePipeline
+from .pipeline import DecodedImage, HostBatch, ImagePipeline, PipelineDataset
 from .preparation import Preparation
-from .skipped import SkippedImage
-from .unreadable import UnreadableDataError, check_unreadable, summarise
+from .unreadable import UnreadableDataError, UnreadableNames
 from .workers import threads
 
-logger = logging.getLogger(__name__)
 
-# A stream, and a class of it, count as so many images until more were read.
-_LEAST, _LEAST_OF_CLASS = 2000, 10
-
-
-class StreamingDataset(BatchDataset, IterableDataset):
+class StreamingDataset(PipelineDataset, IterableDataset):
     """Give the images of a `datasets.IterableDataset` as a model's input, and cache none of them.
 
     Threads or the GPU decode a batch while the model trains on the one before. An unreadable image is named and
@@ -89,10 +78,7 @@ class StreamingDataset(BatchDataset, IterableDataset):
         self.image_column, self.label_column = image_column, label_column
         self.pipeline = ImagePipeline(preparation, augmentation, num_classes)
         self.name, self.evaluation = name, evaluation
-        self.seen = 0
-        self.unreadable: dict[str, str] = {}
-        # Images of each class that were read, and those of them that were unreadable.
-        self._classes = np.zeros((2, num_classes), np.int64)
+        self.unreadable = UnreadableNames(num_classes)
         self._spare: tuple[DecodedImage, int] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -117,8 +103,7 @@ class StreamingDataset(BatchDataset, IterableDataset):
         gpu = device if device is not None and device.type == "cuda" else None
         labels = torch.tensor([item[self.label_column] for item in indices])
         check_labels(labels, self.pipeline.num_classes, self.label_column)
-        self._classes[0] += np.bincount(labels, minlength=self.pipeline.num_classes)
-        self.seen += len(indices)
+        self.unreadable.count(labels)
         decoded = self._decode([item[self.image_column] for item in indices], gpu)
         for item, image in zip(indices, decoded, strict=True):
             if isinstance(image, UnreadableImageError):
@@ -133,7 +118,9 @@ class StreamingDataset(BatchDataset, IterableDataset):
         elif self._spare is not None:
             pairs = [self._spare] * len(decoded)
         else:
-            raise UnreadableDataError(f"No image of the first batch can be read: {self.summary()}. Repair them.")
+            raise UnreadableDataError(
+                f"No image of the first batch can be read: {self.unreadable.summary()}. Repair them."
+            )
         labels = torch.tensor([label for _, label in pairs])
         if self.evaluation:
             labels = labels.masked_fill(torch.from_numpy(~readable), IGNORED_LABEL)
@@ -142,31 +129,14 @@ class StreamingDataset(BatchDataset, IterableDataset):
         ratios = torch.tensor([image.ratio for image, _ in pairs])
         return HostBatch(pixels, ratios, labels, np.array([item["row"] for item in indices]), indices[0]["epoch"])
 
-    def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Augment and normalise a batch on a device: see [`ImagePipeline.finish`]."""
-        return self.pipeline.finish(batch, device)
-
     @contextmanager
     def evaluation_view(self) -> Iterator[StreamingDataset]:
         """Show the same stream as evaluation sees its images: without augmentation, and stand-ins labelled -100."""
         view = copy.copy(self)
-        preparation = self.pipeline.preparation
-        view.pipeline = ImagePipeline(preparation, None, self.pipeline.num_classes, preparation.evaluation_crop())
+        view.pipeline = self.pipeline.for_evaluation()
         # What it reads is read again in training, and counts there.
-        view.evaluation, view.unreadable, view._classes = True, {}, self._classes.copy()
+        view.evaluation, view.unreadable = True, UnreadableNames(self.pipeline.num_classes)
         yield view
-
-    def summary(self) -> str | None:
-        """Name the unreadable images in one line; `None` if there are none so far."""
-        return summarise(len(self.unreadable), self.unreadable)
-
-    def gather_unreadable(self) -> None:
-        """Add what other processes could not read. To be called in all of them."""
-        self.unreadable = dict(gather_object(list(self.unreadable.items())))
-
-    def skipped(self) -> list[SkippedImage]:
-        """List the unreadable images with their reasons, after [`~StreamingDataset.gather_unreadable`] of all."""
-        return [SkippedImage(image, self.name, reason) for image, reason in self.unreadable.items()]
 
     def _decode(self, values: list[Any], gpu: torch.device | None) -> list[DecodedImage | UnreadableImageError]:
         decoded: dict[int, DecodedImage | UnreadableImageError] = {}
@@ -177,17 +147,7 @@ class StreamingDataset(BatchDataset, IterableDataset):
         return [decoded[i] for i in range(len(values))]
 
     def _add_unreadable(self, item: dict[str, Any], error: UnreadableImageError) -> None:
-        image = item[self.image_column] or {}
         # Shuffled rows are numbered anew in each pass.
         shuffled = "" if self.evaluation else f"pass {item['epoch'] + 1} of "
-        name = image.get("path") or f"row {item['row']} of {shuffled}{self.name}"
-        if name in self.unreadable:
-            return
-        logger.warning("Skipping an image that cannot be read: %s (%s)", printable(name), printable(error))
-        self.unreadable[name] = str(error)
-        label = item[self.label_column]
-        self._classes[1, label] += 1
-        seen, lost = self._classes[:, label].tolist()
-        total, class_total = max(self.seen, _LEAST), max(seen, _LEAST_OF_CLASS)
-        example = f"{name} ({error})"
-        check_unreadable(self.summary(), len(self.unreadable), total, lost, class_total, str(label), example)
+        name = (item[self.image_column] or {}).get("path") or f"row {item['row']} of {shuffled}{self.name}"
+        self.unreadable.add(name, item[self.label_column], error)

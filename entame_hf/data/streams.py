@@ -11,7 +11,6 @@ from datasets import IterableDataset
 
 from ..errors import InputError
 from .source import count_of
-from .subsets import check_limit
 
 # Rows are drawn from at most so many files or row groups: opening each one takes a request.
 _PLACES = 200
@@ -44,9 +43,8 @@ def limit_stream(
         where they don't have all.
 
     Raises:
-        InputError: If there are more classes than rows, or all rows are of one class.
+        InputError: If all rows are of one class.
     """
-    check_limit(limit, classes, parameter)
     # A generator is read as it is: epochs and processes would draw other rows of a shuffled stream.
     drawn = IterableDataset.from_generator(
         _draw, features=stream.features, gen_kwargs={"stream": stream.reshard(), "limit": limit, "seed": seed}
@@ -55,14 +53,11 @@ def limit_stream(
     if len(labels) < 2 <= classes:
         raise InputError(
             f"`{parameter}={limit}`: all images drawn from the stream are of one class, because it is sorted by "
-            "class. "
-            f"Leave `{parameter}` out, or shuffle the dataset once with `Dataset.shuffle` and write it again."
+            f"class. Leave `{parameter}` out, or shuffle the dataset once with `Dataset.shuffle` and write it again."
         )
     missing = classes - len(labels)
-    return (
-        drawn,
-        f"no image of {missing:,} of {count_of(classes, 'class')} was drawn from the stream." if missing else None,
-    )
+    note = f"no image of {missing:,} of {count_of(classes, 'class')} was drawn from the stream." if missing else None
+    return drawn, note
 
 
 def _draw(stream: IterableDataset, limit: int, seed: int) -> Iterator[dict[str, Any]]:

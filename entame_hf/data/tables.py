@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+from collections.abc import Callable
 from itertools import groupby
 from textwrap import shorten
-from typing import Any
+from typing import Any, NoReturn
+from urllib.parse import unquote
 
 import datasets
 import fsspec
 import pyarrow.parquet as pq
 from datasets import ClassLabel, Features, Image
+from datasets.load import dataset_module_factory
+from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
+from huggingface_hub import snapshot_download
 
 from ..errors import InputError
+from .folders import open_folder, read_folder
 from .labels import recode
-from .source import Rows, Source
+from .source import Rows, SkippedImage, Source, count_of, listed
+from .splits import split_kinds
+from .tree import Folder, scan, suffix_of
 from .workers import threads
+
+_ON_THE_HUB = re.compile(r"hf://datasets/([^@]+)@([^/]+)/(.+)")
+
+# The number at the end of a file's name.
+_SHARD = re.compile(r"([-_.]\d+[-_]of[-_]\d+.*|[-_.]?\d+)$")
 
 # The class names of each label column of a file; None where its labels are numbers without names.
 Names = dict[str, tuple[str, ...] | None]
 
 
-def open_dataset(name: str, config: str | None = None, streaming: bool = False) -> Source:
+def open_dataset(
+    name: str,
+    config: str | None = None,
+    streaming: bool = False,
+    read_images: Callable[[Folder], Source] = read_folder,
+) -> Source:
     """Open all splits of a dataset of the Hub, of a local folder of Parquet, or saved by `save_to_disk`.
 
     Args:
         name (`str`): an id on the Hub or a local folder.
         config (`str`, *optional*): the dataset's configuration.
         streaming (`bool`, *optional*, defaults to `False`): keep nothing on disk.
+        read_images (`Callable`): reads a repository of image files once it is on disk.
 
     Returns:
         [`Source`]: Its splits. Labels have the indices of one list of names in all files of a split, even where the
@@ -46,20 +66,33 @@ def open_dataset(name: str, config: str | None = None, streaming: bool = False) 
                 loaded = {split: rows.to_iterable_dataset() for split, rows in loaded.items()}
             return Source({str(split): rows for split, rows in loaded.items()}, "saved dataset")
         builder = datasets.load_dataset_builder(name, config)
+        explicit = bool(dataset_module_factory(name).builder_configs_parameters.metadata_configs)
+        if isinstance(builder, ImageFolder) and not os.path.isdir(name):
+            folder = _download_images(builder, explicit)
+            if folder.count:
+                if streaming:
+                    refuse_streaming(name)
+                return read_images(folder)
+        left: list[str] = []
+        if not explicit and builder.config.data_files:
+            builder, left = _name_splits(builder, name)
         own = _names_of_files(builder)
         if _differ(own, builder.info.features):
-            return Source(
-                _load_by_file(own, builder.info.features, streaming), "Parquet files of different class order"
-            )
-        if streaming:
-            loaded = builder.as_streaming_dataset()
+            layout = "Parquet files of different class order"
+            source = Source(_load_by_file(own, builder.info.features, streaming), layout)
         else:
-            builder.download_and_prepare()
-            loaded = builder.as_dataset()
-        return Source(
-            {str(split): rows for split, rows in loaded.items()},
-            "local dataset" if os.path.isdir(name) else "Hub dataset",
-        )
+            if streaming:
+                loaded = builder.as_streaming_dataset()
+            else:
+                builder.download_and_prepare()
+                loaded = builder.as_dataset()
+            layout = "local dataset" if os.path.isdir(name) else "Hub dataset"
+            source = Source({str(split): rows for split, rows in loaded.items()}, layout)
+        if left:
+            reason = "its name is no split's"
+            source.notes.append(f"{count_of(len(left), 'file')} of tables left out: {reason} ({listed(left)}).")
+            source.skipped += [SkippedImage(path, "", reason) for path in left]
+        return source
     except InputError:
         raise
     # Whatever fails in there (network, permissions, parsing), it is the named dataset that can't be used.
@@ -71,6 +104,54 @@ def open_dataset(name: str, config: str | None = None, streaming: bool = False) 
             f"Cannot load {_without_secrets(asked)}: {reason.rstrip('.')}. Give the id of a dataset on the Hub (after "
             "`hf auth login` where it is private) or a local folder, and a `dataset_config_name` that it has."
         ) from error
+
+
+def refuse_streaming(name: str) -> NoReturn:
+    """Refuse to stream files of images."""
+    raise InputError(
+        f"`streaming`: {name} holds files of images, and only tables are streamed. Leave `streaming` out, or write "
+        "it as Parquet with `Dataset.push_to_hub`."
+    )
+
+
+def _download_images(builder: Any, explicit: bool) -> Folder:
+    """Download a repository of images: all of it, or the files that its card names for the configuration."""
+    paths = [path for files in builder.config.data_files.values() for path in files]
+    repository, revision, _ = _ON_THE_HUB.fullmatch(paths[0]).groups()  # type: ignore[union-attr]
+    wanted = [glob.escape(_ON_THE_HUB.sub(r"\3", path)) for path in paths] if explicit else None
+    return open_folder(
+        snapshot_download(repository, repo_type="dataset", revision=unquote(revision), allow_patterns=wanted)
+    )
+
+
+def _name_splits(builder: Any, name: str) -> tuple[Any, list[str]]:
+    """Assign a dataset's files to splits by the table of names; `datasets` takes eval for test, and holdout for none.
+
+    Returns:
+        A builder of these splits, and the files that belong to none.
+    """
+    own = {path: str(split) for split, paths in builder.config.data_files.items() for path in paths}
+    paths = list(own)
+    if os.path.isdir(name):
+        suffixes = {suffix_of(path) for path in own}
+        paths = [path for path in scan(name).tables() if suffix_of(path) in suffixes] or paths
+    # Folders of the innermost first, after the file's own name without the number of its shard.
+    parts = {
+        path: [_SHARD.sub("", os.path.splitext(os.path.basename(path))[0]), *path.split("/")[-2::-1]] for path in paths
+    }
+    shared = set.intersection(*(set(part[1:]) for part in parts.values()))
+    kinds = split_kinds({part for found in parts.values() for part in found if part not in shared})
+    splits: dict[str, list[str]] = {}
+    left = []
+    for path, found in parts.items():
+        split = next((part for part in found if part in kinds), own.get(path))
+        if split is None:
+            left.append(path)
+        else:
+            splits.setdefault(re.sub(r"\W+", "_", split), []).append(path)
+    if not left and splits == {str(split): list(files) for split, files in builder.config.data_files.items()}:
+        return builder, []
+    return datasets.load_dataset_builder(type(builder).__module__.rpartition(".")[2], data_files=splits), left
 
 
 def _is_saved(name: str) -> bool:

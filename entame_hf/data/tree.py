@@ -1,11 +1,13 @@
-"""Scan a folder for files that may be images, without opening one."""
+"""Scan a folder for files that may be images."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import IO
 
 from ..errors import InputError
 from .splits import normal
@@ -14,86 +16,18 @@ METADATA_FILES = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"
 
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".tar"})
 
-# What is obviously no image. Any other file of a class folder is tried by its content, whatever its suffix.
-_OTHER_SUFFIXES = TABLE_SUFFIXES.union(
-    f".{suffix}"
-    for suffix in [
-        "txt",
-        "md",
-        "rst",
-        "csv",
-        "tsv",
-        "json",
-        "jsonl",
-        "ndjson",
-        "xml",
-        "html",
-        "htm",
-        "css",
-        "js",
-        "yaml",
-        "yml",
-        "toml",
-        "ini",
-        "cfg",
-        "log",
-        "lock",
-        "py",
-        "ipynb",
-        "sh",
-        "bat",
-        "m",
-        "r",
-        "c",
-        "cpp",
-        "h",
-        "zip",
-        "gz",
-        "tgz",
-        "bz2",
-        "xz",
-        "7z",
-        "rar",
-        "pdf",
-        "doc",
-        "docx",
-        "xls",
-        "xlsx",
-        "ppt",
-        "pptx",
-        "rtf",
-        "npy",
-        "npz",
-        "mat",
-        "pkl",
-        "pickle",
-        "pt",
-        "pth",
-        "h5",
-        "hdf5",
-        "onnx",
-        "safetensors",
-        "tfrecord",
-        "record",
-        "feather",
-        "sqlite",
-        "mp4",
-        "avi",
-        "mov",
-        "mkv",
-        "webm",
-        "mp3",
-        "wav",
-        "exe",
-        "dll",
-        "lnk",
-        "url",
-        "sha256",
-        "md5",
-    ]
+# Suffixes of other files. These are images only if they begin as one; any other file may be one, whatever its suffix.
+_OTHER = re.compile(
+    r"thumbs\.db|desktop\.ini|readme|licen[sc]e|copying|makefile|(md5|sha256)sums|.*\.("
+    r"txt|md|rst|[ct]sv|json|jsonl|ndjson|xml|html?|css|js|ya?ml|toml|ini|cfg|log|lock|py|ipynb|sh|bat|m|r|c|cpp|h|"
+    r"zip|gz|tgz|bz2|xz|7z|rar|pdf|docx?|xlsx?|pptx?|rtf|np[yz]|mat|pkl|pickle|pth?|h5|hdf5|onnx|safetensors|"
+    r"tfrecord|record|feather|sqlite|mp[34]|avi|mov|mkv|webm|wav|exe|dll|lnk|url|sha256|md5|parquet|arrow|tar)",
+    re.IGNORECASE,
 )
-_OTHER_NAMES = frozenset(
-    ["thumbs.db", "desktop.ini", "readme", "license", "licence", "copying", "makefile", "md5sums", "sha256sums"]
+
+_IMAGE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG|GIF8|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp(hei|hev|mif1|msf1|avif)|\xff\x0a|\0\0\0\x0cJXL ",
+    re.DOTALL,
 )
 
 
@@ -106,22 +40,19 @@ class Folder:
         folders (`list[Folder]`): the folders in it, sorted by name.
         files (`list[str]`): the paths of the files right in it that may be images, sorted.
         metadata (`list[str]`): the paths of metadata files right in it.
-        others (`Counter[str]`): the suffixes of all other files right in it.
+        others (`list[str]`): the paths of all other files right in it.
         count (`int`): how many files below it may be images.
+        name (`str`): its name; that of an unpacked zip file without the suffix.
     """
 
     path: str
     folders: list[Folder] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     metadata: list[str] = field(default_factory=list)
-    others: Counter[str] = field(default_factory=Counter)
+    others: list[str] = field(default_factory=list)
     key: tuple[int, int] = (0, 0)
     count: int = 0
-
-    @property
-    def name(self) -> str:
-        """Its name, as it is."""
-        return os.path.basename(self.path)
+    name: str = ""
 
     @property
     def filled(self) -> list[Folder]:
@@ -142,28 +73,43 @@ class Folder:
         """Give the paths of all files below it that may be images, sorted."""
         return sorted(path for folder in self.walk() for path in folder.files)
 
+    def tables(self) -> list[str]:
+        """Give the paths of all Parquet, Arrow and tar files below it, sorted."""
+        return sorted(path for folder in self.walk() for path in folder.others if suffix_of(path) in TABLE_SUFFIXES)
+
+    def other_suffixes(self) -> Counter[str]:
+        """Count the suffixes of all files below it that are neither images nor metadata."""
+        return Counter(suffix_of(path) or os.path.basename(path) for inside in self.walk() for path in inside.others)
+
+
+def suffix_of(path: str) -> str:
+    """Give a file's suffix in lower case, with its dot."""
+    return os.path.splitext(path)[1].lower()
+
 
 def is_junk(name: str) -> bool:
     """Tell whether a file or folder is hidden or made by a system."""
-    return name.startswith(".") or name in ("__MACOSX", "@eaDir", "$RECYCLE.BIN")
+    return name.startswith(".") or name in ("__MACOSX", "__pycache__", "@eaDir", "$RECYCLE.BIN")
 
 
-def may_be_image(name: str) -> bool:
-    """Tell whether a file may be an image: any that is not obviously something else."""
-    return (
-        not is_junk(name)
-        and name.lower() not in _OTHER_NAMES
-        and os.path.splitext(name)[1].lower() not in _OTHER_SUFFIXES
-    )
+def is_other(name: str) -> bool:
+    """Tell whether a file's name says that it is no image."""
+    return is_junk(name) or bool(_OTHER.fullmatch(name))
 
 
-def scan(path: str) -> Folder:
+def begins_as_image(file: IO[bytes]) -> bool:
+    """Tell whether a file's first bytes are those of an image."""
+    return bool(_IMAGE.match(file.read(16)))
+
+
+def scan(path: str, unzip: Callable[[str], str] | None = None) -> Folder:
     """Scan a folder.
 
     Links are followed, but not back to a folder above. Hidden files and folders are left out.
 
     Args:
         path (`str`): the folder.
+        unzip (`Callable`, *optional*): unpacks a zip file in it to a folder, which takes its place.
 
     Returns:
         [`Folder`]: What lies in it.
@@ -172,14 +118,14 @@ def scan(path: str) -> Folder:
         InputError: If a folder can't be read.
     """
     try:
-        return _scan(path, frozenset())
+        return _scan(path, frozenset(), unzip)
     except OSError as error:
         raise InputError(f"`data_dir`: cannot read {error.filename or path}: {error.strerror}.") from error
 
 
-def _scan(path: str, above: frozenset[tuple[int, int]]) -> Folder:
+def _scan(path: str, above: frozenset[tuple[int, int]], unzip: Callable[[str], str] | None) -> Folder:
     status = os.stat(path)
-    folder = Folder(path, key=(status.st_dev, status.st_ino))
+    folder = Folder(path, key=(status.st_dev, status.st_ino), name=os.path.basename(path))
     above |= {folder.key}
     with os.scandir(path) as entries:
         found = sorted((entry for entry in entries if not is_junk(entry.name)), key=lambda e: normal(e.name))
@@ -187,12 +133,27 @@ def _scan(path: str, above: frozenset[tuple[int, int]]) -> Folder:
         if entry.is_dir():
             below = os.stat(entry.path) if entry.is_symlink() else entry.stat()
             if (below.st_dev, below.st_ino) not in above:
-                folder.folders.append(_scan(entry.path, above))
+                folder.folders.append(_scan(entry.path, above, unzip))
+        elif unzip and suffix_of(entry.name) == ".zip":
+            unpacked = _scan(unzip(entry.path), above, unzip)
+            unpacked.name = entry.name[: -len(".zip")]
+            folder.folders.append(unpacked)
         elif entry.name.lower() in METADATA_FILES:
             folder.metadata.append(entry.path)
-        elif may_be_image(entry.name):
-            folder.files.append(entry.path)
+        elif is_other(entry.name) and not _begins_as_image(entry):
+            folder.others.append(entry.path)
         else:
-            folder.others[os.path.splitext(entry.name)[1].lower() or entry.name] += 1
+            folder.files.append(entry.path)
     folder.count = len(folder.files) + sum(inside.count for inside in folder.folders)
     return folder
+
+
+def _begins_as_image(entry: os.DirEntry[str]) -> bool:
+    try:
+        # A pipe would be waited for.
+        if not entry.is_file():
+            return False
+        with open(entry.path, "rb", buffering=0) as file:
+            return begins_as_image(file)
+    except OSError:
+        return False

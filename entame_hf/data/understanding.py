@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from textwrap import shorten
 
 import numpy as np
+from datasets import Dataset
 from numpy.typing import NDArray
 
 from ..errors import printable
+from .columns import label_indices
 from .names import code_points, same_looks, seems_missing, similar_looks
-from .source import count_of
+from .source import Rows, Source, count_of, listed
 
 # So many classes are written one by one.
 _FEW = 12
@@ -68,8 +69,7 @@ class Understanding:
 
     def _lines(self) -> Iterator[str]:
         yield f"Splits: {', '.join(map(str, self.splits))}; read as {self.layout}."
-        names = shorten(", ".join(name or "''" for name in self.class_names), 200, placeholder=" ...")
-        yield f"Classes: {len(self.class_names):,}: {names}."
+        yield f"Classes: {len(self.class_names):,}: {listed(name or repr('') for name in self.class_names)}."
         yield f"Images a class in train: {self._counts()}."
         for note in self.notes:
             yield f"Note: {note}"
@@ -87,6 +87,23 @@ class Understanding:
         )
 
 
+def understand(
+    source: Source, origins: dict[str, str], parts: Mapping[str, Rows], label_column: str, class_names: list[str]
+) -> Understanding:
+    """Say what there is in splits whose labels are class indices, by role."""
+
+    def count(rows: Rows) -> NDArray[np.int64] | None:
+        known = isinstance(rows, Dataset)
+        return np.bincount(label_indices(rows, label_column), minlength=len(class_names)) if known else None
+
+    facts = [SplitFacts(role, origins[role], count(rows)) for role, rows in parts.items()]
+    counts = facts[0].counts
+    notes = [*dict.fromkeys(source.notes), *odd_classes(class_names, counts)]
+    if counts is not None and (empty := int((counts == 0).sum())):
+        notes.append(f"{empty:,} of {count_of(len(counts), 'class')} have no image to train on.")
+    return Understanding(source.layout, facts, class_names, notes)
+
+
 def odd_classes(names: list[str], counts: NDArray[np.int64] | None) -> Iterator[str]:
     """Name the classes that may be a mistake: missing labels read as text, and names that look alike."""
 
@@ -95,5 +112,8 @@ def odd_classes(names: list[str], counts: NDArray[np.int64] | None) -> Iterator[
 
     for name in filter(seems_missing, names):
         yield f"class {name!r}{size(name)}, is taken for a class and may be a missing label."
+    for name in names:
+        if name != name.strip():
+            yield f"class {name!r}{size(name)}, begins or ends with a space."
     for group in [*same_looks(names), *similar_looks(names)]:
         yield f"classes look alike: {', '.join(code_points(name) + size(name) for name in group[:4])}."

@@ -6,7 +6,7 @@ from .energies import EnergyRecorder
 from .files import check_writable, write_file, write_text
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
 from .lock import locked_output_dir
-from .parallel import same_on_all, whole_models
+from .parallel import same_on_all, set_log_level, whole_models
 from .provenance import used_options
 from .resume import find_checkpoint, last_intact_checkpoint
 from .trainer import EntameTrainer
@@ -24,6 +24,7 @@ __all__ = [
     "last_intact_checkpoint",
     "locked_output_dir",
     "same_on_all",
+    "set_log_level",
     "used_options",
     "whole_models",
     "write_file",

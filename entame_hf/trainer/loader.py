@@ -47,6 +47,8 @@ def prepared_loader(
     Returns:
         The loader, and what makes its batches.
     """
+    # What a former evaluation could not read.
+    dataset.gather_unreadable()
     loader = batch_loader(dataset, batch_size, args.device, sampler, drop_last, args.dataloader_num_workers)
     maker = loader.collate_fn
     # Each process makes its own batches: the first one has none to hand out. Other streams keep the setting.

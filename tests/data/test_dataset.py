@@ -195,9 +195,19 @@ def test_skipped_images_of_all_processes_are_gathered(monkeypatch):
     monkeypatch.setattr("entame_hf.data.unreadable.gather_object", lambda own: [*own, *found])
     data.gather_unreadable()
     assert [(image, reason) for image, _, reason in data.skipped()] == [
-        ("row 5 of train", "not an image"),
+        ("row 5 of train", "not an image, or of an unknown format"),
         ("row 7 of train", "out of memory"),
     ]
+
+
+def test_images_that_other_ranks_could_not_read_count_for_the_job(monkeypatch, caplog):
+    # Four images of class b, of which this rank and another lose two each: no rank loses most of them.
+    data = dataset(400, {1, 3}, label=lambda i: int(i in (1, 3, 5, 7)))
+    data[1], data[3]
+    monkeypatch.setattr("entame_hf.data.unreadable.gather_object", lambda own: [*own, (5, "empty"), (7, "empty")])
+    with pytest.raises(InputError, match=r"^4 of 4 images of class 'b' cannot be read"):
+        data.gather_unreadable()
+    assert sum("row 5 of train (empty)" in message for message in caplog.messages) == 1
 
 
 def test_an_image_that_a_processor_fails_on_is_skipped():
@@ -219,12 +229,11 @@ def test_an_image_that_a_processor_fails_on_is_skipped():
 
 def test_duplicates_of_another_split_are_counted():
     train, validation = dataset(20), dataset(6, first=17, name="validation", evaluation=True)
-    assert find_duplicates(validation, train) == (0, 0, [])
+    assert find_duplicates(validation, train) == (0, 0, None)
     for data in (train, validation):
         assert len(list(data)) == len(data)
     # Images 17, 18 and 19 are in both; their place decides the label.
-    examples = [(f"row {i} of validation", f"row {17 + i} of train") for i in range(3)]
-    assert find_duplicates(validation, train) == (3, 3, examples)
+    assert find_duplicates(validation, train) == (3, 3, ("row 0 of validation", "row 17 of train"))
     again = dataset(20)
     assert find_duplicates(validation, again).images == 3
     assert find_duplicates(again, again).images == 20

@@ -10,7 +10,7 @@ from datasets import Dataset, Image
 from entame_hf.data import archives, load_splits
 from entame_hf.data.folders import open_folder, read_folder
 from entame_hf.data.source import Source
-from entame_hf.errors import InputError
+from entame_hf.errors import InputError, printable
 
 
 @pytest.fixture
@@ -97,6 +97,19 @@ def test_a_file_of_any_suffix_is_a_candidate(tree, name):
     assert rows(read(root).splits["train"], root) == [("cat", f"cat/{name}"), ("dog", "dog/1.jpg")]
 
 
+JPEG, PNG = b"\xff\xd8\xff\xe0" + bytes(99), b"\x89PNG\r\n\x1a\n" + bytes(99)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "b.json", "c.html", "d.php", "e.PY", "readme", "f.zip"])
+@pytest.mark.parametrize(
+    "content", [JPEG, PNG, b"RIFF\0\0\0\0WEBP", b"\0\0\0\x18ftypheic"], ids=["jpeg", "png", "webp", "heic"]
+)
+def test_an_image_counts_whatever_its_suffix(tree, name, content):
+    root = tree("cat/1.jpg", "dog/1.jpg")
+    (root / "cat" / name).write_bytes(content)
+    assert len(read(root).splits["train"]) == 3
+
+
 def test_files_of_other_types_are_counted(tree):
     source = read(tree("cat/1.jpg", "cat/1.xml", "dog/1.jpg", "dog/1.xml", "dog/list.csv", "about.pdf"))
     assert "4 files of other types ignored (.xml 2, .csv 1, .pdf 1)." in source.notes
@@ -176,6 +189,7 @@ def test_names_are_told_escaped(tree, name):
     said = load_splits(data_dir=str(root)).describe()
     assert all(line.isprintable() for line in said.splitlines())
     assert len(said.splitlines()) == 3
+    assert said.count(printable(name)) == 2
     with pytest.raises(InputError) as error:
         load_splits(data_dir=str(tree(f"{name}{name}/no.txt")))
     assert str(error.value).isprintable()
@@ -191,14 +205,36 @@ def write_zip(path: Path, members: dict[str, bytes | str], compression: int = zi
 @pytest.mark.parametrize("wrapping", ["", "photos/", "a/b/"])
 def test_a_zip_is_its_folder(tmp_path, monkeypatch, wrapping):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    names = ["train/10/1.jpg", "train/10/2", "train/2, or/1.png", "train/2, or/2.heic", "test/10/é.jpg"]
+    names = [
+        "train/10/3.txt",
+        "train/10/1.jpg",
+        "train/10/2",
+        "train/2, or/1.png",
+        "train/2, or/2.heic",
+        "test/10/é.jpg",
+    ]
     junk = ["__MACOSX/train/10/._1.jpg", wrapping + "train/10/notes.txt", "../outside.jpg"]
-    file = write_zip(tmp_path / "photos.zip", {wrapping + name: b"image" for name in names} | dict.fromkeys(junk, b""))
+    file = write_zip(tmp_path / "photos.zip", {wrapping + name: JPEG for name in names} | dict.fromkeys(junk, b""))
     first, second = (read(file) for _ in range(2))
     assert classes(first) == ["10", "2, or"]
-    assert sizes(first) == {"train": 4, "test": 1}
+    assert sizes(first) == {"train": 5, "test": 1}
     assert first.splits["train"]["image"] == second.splits["train"]["image"]
     assert not (tmp_path / "cache" / "outside.jpg").exists()
+
+
+def test_zips_in_a_folder_without_images_are_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    for split, inside in (("train", "train/"), ("test", "")):
+        write_zip(
+            tmp_path / "data" / f"{split}.zip", {f"{inside}{name}/{i}.jpg": b"" for name in "ab" for i in range(3)}
+        )
+    assert sizes(read(tmp_path / "data")) == {"test": 6, "train": 6}
+    # Beside images, a zip file is the one that they came in.
+    for name in "ab":
+        (tmp_path / "data" / name).mkdir()
+        (tmp_path / "data" / name / "1.jpg").touch()
+    assert sizes(read(tmp_path / "data")) == {"train": 2}
 
 
 def test_a_zip_has_its_labels_in_a_file(tmp_path, monkeypatch):

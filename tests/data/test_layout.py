@@ -111,6 +111,16 @@ SPLITS = {
         {"train": "train", "validation": "val"},
         ["4 images of .*unlabeled left out"],
     ),
+    "relative_of_validation": (
+        of("train validation_matched test", "cat dog"),
+        {"train": "train", "validation": "validation_matched", "test": "test"},
+        [],
+    ),
+    "relative_of_test": (
+        of("train test_hard", "cat dog"),
+        {"train": "train", "validation": "train", "test": "test_hard"},
+        [],
+    ),
     "images_inside": (of("train val", "cat dog", "images/"), {"train": "train", "validation": "val"}, []),
 }
 
@@ -130,12 +140,12 @@ def test_folders_of_classes_with_names_of_splits_are_splits(tree, folders, expec
 @pytest.mark.parametrize("test", ["test", "testing", "val", "Test_set"])
 def test_each_class_may_have_its_splits(tree, test):
     folders = [f"{name}/{split}" for name in ("cat", "dog", "owl") for split in ("train", test)]
-    splits = load_splits(data_dir=tree(*folders, "unlabeled"))
+    splits = load_splits(data_dir=tree(*folders, "unlabeled", "test1"))
     assert splits.class_names == ["cat", "dog", "owl"]
     evaluated = splits.validation if test == "val" else splits.test
     assert {path["path"].split("/")[-2] for path in evaluated["image"]} == {test}
     assert {path["path"].split("/")[-2] for path in splits.train["image"]} == {"train"}
-    assert [skipped.split for skipped in splits.skipped] == ["unlabeled"] * 4
+    assert [skipped.split for skipped in splits.skipped] == ["test1"] * 4 + ["unlabeled"] * 4
 
 
 @pytest.mark.parametrize("wrapping", ["photos", "photos/all", "photos.v2/deep/er"])
@@ -169,10 +179,24 @@ def test_folders_without_a_sign_of_splits_are_classes(tree, folders, names):
     assert " ".join(load_splits(data_dir=tree(*folders)).class_names) == names
 
 
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_folders_in_a_class_are_said(tree, split):
+    root = tree(
+        *(f"{split}{folder}" for folder in ("animals/cat", "animals/dog", "vehicles/car", "vehicles/bus", "art"))
+    )
+    said = load_splits(data_dir=root).describe()
+    assert said.count("class 'animals' holds 2 folders (cat, dog), whose images are all of this class.") == 1
+    assert "class 'art' holds" not in said
+
+
 AMBIGUOUS = {
     "kaggle_flat": (["train", "test"], r"train, test|test, train.*`data_layout=CLASS`"),
     "flat_training_and_validation": (["training", "validation"], "`data_layout=CLASS`"),
     "flat_sets_of_images": (["train_images", "test_images"], "metadata.csv.*`data_layout=CLASS`"),
+    "images_beside_boxes": (
+        ["train/images", "val/images"],
+        "no class folders.*metadata.csv",
+    ),
     "flat_beside_a_stranger": (["train", "test", "extra"], "`data_layout=CLASS`"),
     "flat_beside_classes": (["train", "test", "car/x", "bus/x"], "`data_layout=CLASS`"),
     "test_beside_classes": (["cat", "dog", "test"], "test in .* may be classes beside cat, dog.*`data_layout=CLASS`"),
@@ -222,6 +246,13 @@ def test_the_command_resolves_it(tree, folders, options, classes, expected):
     assert " ".join(splits.class_names) == classes
     if expected:
         assert (found(splits)["train"], found(splits)["validation"]) == expected
+
+
+@pytest.mark.parametrize("name", ["train/", "trian"])
+@pytest.mark.parametrize("option", ["train_split", "eval_split"])
+def test_a_split_that_is_not_there_is_refused(tree, option, name):
+    with pytest.raises(InputError, match=f"`{option}={name}`: no such split. Splits: .*train"):
+        load_splits(data_dir=tree(*of("train test", "cat dog")), **{option: name})
 
 
 def test_a_layout_is_one_of_four(tree):

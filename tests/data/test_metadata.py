@@ -169,10 +169,14 @@ def test_text_and_numbers_are_not_mixed(folder):
     [
         ("file_name,label\n1.jpg,\n2.jpg,b\n", "1 of 2 rows of .* have no label in column 'label': row 1"),
         ("file_name,label\n1.jpg\n2.jpg,b\n", "1 of 2 rows of .* have no label"),
+        ("file_name,label\n1.jpg,a, tabby\n2.jpg,b\n", "Row 1 of .* has 3 values, and there are 2 columns.*Quote"),
+        ("file_name,label\n2.jpg,b\na,b.jpg,c\n", "Row 2 of .* has 3 values"),
+        ("file_name,label,label\n1.jpg,a,b\n", "has two columns 'label'. Rename one"),
+        ("file_name,label\n,a\n2.jpg,b\n", "1 of 2 rows of .* have no image in column 'file_name': row 1"),
         ("path,label\n1.jpg,a\n", "has no column 'file_name'. Columns: path, label"),
         ("file_name,x,y\n1.jpg,a,b\n", "Several columns .*: x, y. Choose one: `label_column_name=x`"),
     ],
-    ids=["empty", "short", "no_file_name", "several"],
+    ids=["empty", "short", "comma_in_label", "comma_in_name", "two_columns", "no_image", "no_file_name", "several"],
 )
 def test_what_cannot_be_used_is_named(folder, text, message):
     with pytest.raises(InputError, match=message):
@@ -197,7 +201,43 @@ def test_a_column_is_named(folder):
     assert splits.class_names == ["g", "r"]
 
 
-def test_class_folders_count_where_metadata_has_no_labels(folder):
-    text = "file_name,text,box\n" + "".join(f"{name}/{i}.jpg,a photo,1\n" for name in "ab" for i in range(2))
-    splits = load_splits(data_dir=folder(text, [f"{name}/{i}.jpg" for name in "ab" for i in range(2)]))
+@pytest.mark.parametrize("split", ["", "train/"])
+@pytest.mark.parametrize("columns", ["text", "text,box"])
+def test_class_folders_count_where_metadata_has_no_labels(folder, columns, split):
+    images = [f"{split}{name}/{i}.jpg" for name in "ab" for i in range(2)]
+    text = f"file_name,{columns}\n" + "".join(f"{image},a photo{',1' * columns.count(',')}\n" for image in images)
+    splits = load_splits(data_dir=folder(text, images))
     assert splits.class_names == ["a", "b"]
+    assert "metadata.csv has no column called label: folders name the classes." in splits.describe()
+
+
+@pytest.mark.parametrize("others", [[], ["other/9.jpg"]], ids=["one_folder", "two_folders"])
+def test_the_only_other_column_has_the_labels_of_folders_that_are_no_classes(folder, others):
+    images = [f"images/{i}.jpg" for i in range(4)]
+    text = "file_name,breed\n" + "".join(f"{image},{'ab'[i % 2]}\n" for i, image in enumerate(images))
+    if not others:
+        assert load_splits(data_dir=folder(text, images)).class_names == ["a", "b"]
+    else:
+        assert load_splits(data_dir=folder(text, images + others), label_column_name="breed").class_names == ["a", "b"]
+
+
+@pytest.mark.parametrize("names", ["train val test", "Training dev Testing"])
+def test_a_column_names_splits(folder, names):
+    words = names.split()
+    text = "file_name,label,split\n" + "".join(f"{i}.jpg,{'ab'[i % 2]},{words[i // 2 % 3]}\n" for i in range(12))
+    splits = load_splits(data_dir=folder(text, [f"{i}.jpg" for i in range(12)]))
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [4, 4, 4]
+    assert {image["path"].rsplit("/", 1)[1] for image in splits.test["image"]} == {
+        "4.jpg",
+        "5.jpg",
+        "10.jpg",
+        "11.jpg",
+    }
+
+
+def test_a_space_around_a_label_is_said(folder):
+    text = "file_name, label\n" + "".join(f"{i}.jpg, {'ab'[i % 2]}\n" for i in range(4))
+    assert (
+        "class ' a', 1 image, begins or ends with a space."
+        in load_splits(data_dir=folder(text, [f"{i}.jpg" for i in range(4)])).describe()
+    )

@@ -65,7 +65,24 @@ def test_few_images_of_each_class_are_drawn_by_the_seed(count):
 def test_images_that_are_not_drawn_are_told():
     splits = load(SORTED, images_per_class=5)
     assert "84 images of train left out: not drawn, images_per_class=5." in splits.describe()
-    assert [tuple(s) for s in splits.skipped] == [("84 images", "train", "not drawn, images_per_class=5")]
+    kept = {int(image["bytes"]) for image in splits.train["image"]}
+    assert [image for image, *_ in splits.skipped] == [f"row {i}" for i in range(100) if i not in kept]
+    assert {(split, reason) for _, split, reason in splits.skipped} == {("train", "not drawn, images_per_class=5")}
+
+
+def test_images_are_named_by_their_rows_in_the_table_that_they_come_from():
+    splits = split_dataset({"train": table(SORTED[:99])}, max_train_samples=40, max_eval_samples=9)
+    used = [{int(image["bytes"]) for image in part["image"]} for part in (splits.train, splits.validation)]
+    assert {f"row {i}" for i in range(99)} - {image for image, *_ in splits.skipped} == {
+        f"row {i}" for i in set.union(*used)
+    }
+    assert len(splits.skipped) == 99 - 40 - 9
+
+
+def test_very_many_images_are_left_out_as_a_count(monkeypatch):
+    monkeypatch.setattr("entame_hf.data.source.MAX_NAMED", 50)
+    splits = load(SORTED, images_per_class=5)
+    assert splits.skipped == [("84 images, too many to name", "train", "not drawn, images_per_class=5")]
 
 
 def test_two_limits_at_once_are_refused():

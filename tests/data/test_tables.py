@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+import datasets
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, IterableDatasetDict, Value
 
-from entame_hf.data import Splits, load_splits, split_dataset
+from entame_hf.data import Splits, load_splits, split_dataset, tables
 from entame_hf.errors import InputError
 
 CAT_DOG, DOG_CAT = ClassLabel(names=["cat", "dog"]), ClassLabel(names=["dog", "cat"])
@@ -117,3 +118,98 @@ def test_the_splits_of_parquet_have_relatives_too(tmp_path):
         write(tmp_path / name / "0.parquet", NAMES, CAT_DOG)
     splits = load_splits(dataset_name=str(tmp_path))
     assert (len(splits.train), len(splits.validation), len(splits.test)) == (6, 6, 6)
+
+
+SPLITS = {
+    "eval_is_validation": ("train eval test", (6, 6, 6), []),
+    "relatives": ("training tst held-out", (6, 6, 6), []),
+    "prefixed": ("pets_train-00000-of-00001 pets_valid-00000-of-00001", (6, 6, None), []),
+    "hashed_shards": ("train-00000-of-00001-a09b74b3ef9c3b56 val-00000-of-00001-b4", (6, 6, None), []),
+    "in_folders": ("data/train/part data/dev/part", (6, 6, None), []),
+    "left_out": ("train val notes", (6, 6, None), ["1 file of tables left out: its name is no split's"]),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["table", "stream"])
+@pytest.mark.parametrize(("names", "sizes", "notes"), SPLITS.values(), ids=SPLITS)
+def test_one_table_of_names_holds_for_files(tmp_path, names, sizes, notes, streaming):
+    for name in names.split():
+        write(tmp_path / "data" / f"{name}.parquet", NAMES, CAT_DOG)
+    splits = load_splits(dataset_name=str(tmp_path / "data"), streaming=streaming)
+    assert tuple(part and len(list(part)) for part in (splits.train, splits.validation, splits.test)) == sizes
+    assert all(note in splits.describe() for note in notes)
+    assert [skipped.image.rsplit("/", 1)[1] for skipped in splits.skipped] == ["notes.parquet"] * len(notes)
+
+
+def test_a_card_that_lists_the_files_of_splits_is_followed(tmp_path):
+    for name in ("eval", "a", "b"):
+        write(tmp_path / f"{name}.parquet", NAMES, CAT_DOG)
+    files = "".join(
+        f"  - {{split: {split}, path: {name}.parquet}}\n" for split, name in (("train", "a"), ("test", "eval"))
+    )
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    splits = load_splits(dataset_name=str(tmp_path))
+    assert len(splits.train) + len(splits.validation) == len(splits.test) == 6
+
+
+@pytest.mark.parametrize(("column", "expected"), [("split", True), ("part", False)])
+def test_a_column_names_the_splits_of_a_table(column, expected):
+    images = [{"bytes": b"%d" % i, "path": None} for i in range(12)]
+    rows = {"image": images, "label": [0, 1] * 6, column: (["train"] * 2 + ["test", "dev"]) * 3}
+    features = Features({"image": Image(decode=False), "label": CAT_DOG, column: Value("string")})
+    splits = split_dataset(Dataset.from_dict(rows, features=features))
+    assert (len(splits.train), splits.test and len(splits.test)) == ((6, 3) if expected else (10, None))
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Stand for a repository of image files on the Hub: labels in metadata.csv, one row and one file too many."""
+    root = tmp_path / "repository"
+    for split in ("train", "eval"):
+        (root / split / "images").mkdir(parents=True)
+        for i in range(6):
+            (root / split / "images" / f"{i}.jpg").touch()
+        rows = "".join(f"images/{i}.jpg,{NAMES[i % 2]}\n" for i in (0, 1, 2, 3, 4, 6))
+        (root / split / "metadata.csv").write_text(f"file_name,label\n{rows}")
+    builder = datasets.load_dataset_builder(str(root))
+    files = builder.config.data_files
+    prefix = "hf://datasets/pets/photos@0123abc/"
+    for split, paths in files.items():
+        files[split] = [path.replace(f"{root}/", prefix) for path in paths]
+    downloads = []
+
+    def download(name, **options):
+        downloads.append((name, options["revision"]))
+        return str(root)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
+    monkeypatch.setattr(tables, "snapshot_download", download)
+    module = tables.dataset_module_factory(str(root))
+    monkeypatch.setattr(tables, "dataset_module_factory", lambda _: module)
+    return downloads
+
+
+def test_image_files_of_the_hub_are_read_as_a_folder(repository):
+    splits = load_splits(dataset_name="pets/photos")
+    assert repository == [("pets/photos", "0123abc")]
+    said = splits.describe().splitlines()
+    assert said[0] == "Splits: train 5 (train), validation 5 (eval); read as metadata.csv beside images."
+    assert "Note: 2 rows of metadata without a file left out." in said
+    assert sorted(image.rsplit("/", 1)[1] for image, *_ in splits.skipped) == ["5.jpg"] * 2 + ["6.jpg"] * 2
+    with pytest.raises(InputError, match=r"`streaming`: pets/photos holds files of images.*Leave `streaming` out"):
+        load_splits(dataset_name="pets/photos", streaming=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"streaming": True}, "`streaming`: .* holds files of images, and only tables are streamed"),
+        ({"dataset_config_name": "default"}, "`dataset_config_name=default`: .* is a folder of images, which has no"),
+    ],
+)
+def test_what_a_folder_of_images_does_not_have_is_refused(tmp_path, option, message):
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.jpg").touch()
+    with pytest.raises(InputError, match=message):
+        load_splits(dataset_name=str(tmp_path), **option)

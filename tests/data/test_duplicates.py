@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
-from entame_hf.data import load_splits, overlap, split_dataset
+from entame_hf.data import duplicates, load_splits, split_dataset
 
 LABELS = ClassLabel(names=["cat", "dog"])
 
@@ -71,7 +71,7 @@ def test_images_in_tables_are_compared():
 def test_only_files_of_one_size_are_read(tmp_path, monkeypatch):
     root = folder(tmp_path, TRAIN | {"val/cat/a.jpg": b"another size", "val/dog/b.jpg": b"one more"})
     read = []
-    monkeypatch.setattr(overlap, "encoded_bytes", read.append)
+    monkeypatch.setattr(duplicates, "encoded_bytes", read.append)
     splits = load_splits(data_dir=root)
     assert not read
     splits.describe()
@@ -79,6 +79,8 @@ def test_only_files_of_one_size_are_read(tmp_path, monkeypatch):
 
 
 def test_too_many_bytes_are_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(overlap, "_MAX_BYTES", 100)
+    monkeypatch.setattr(duplicates, "_MAX_BYTES", 100)
     root = folder(tmp_path, TRAIN | {"val/cat/a.jpg": own(3), "val/dog/b.jpg": own(900)})
-    assert "images of validation were not compared" in load_splits(data_dir=root).describe()
+    splits = load_splits(data_dir=root)
+    assert "images of validation are compared with those of train at the end" in splits.describe()
+    assert splits.uncompared == {"validation"}
