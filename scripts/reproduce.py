@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train the runs of a suite that have no result row yet")
-    run.add_argument("--suite", required=True, help="a name in scripts/suites, or the path of a YAML file")
+    run.add_argument("--suite", nargs="+", required=True, help="names in scripts/suites, or paths of YAML files")
     run.add_argument("--results", type=Path, help="Parquet file; by default scripts/results/SUITE.parquet")
     run.add_argument("--models", nargs="+", metavar="LABEL", help="models to run; all by default")
     run.add_argument("--datasets", nargs="+", metavar="LABEL", help="datasets to run; all by default")
@@ -49,13 +49,19 @@ def main(argv: list[str]) -> int:
     from reproduction.run import plan, run_suite
     from reproduction.suite import read_suite
 
-    suite = read_suite(options.suite)
-    experiments = suite.experiments(options.models, options.datasets, options.methods, options.seeds)
-    results = options.results or FOLDER / f"{suite.name}.parquet"
-    if options.dry_run:
-        print(plan(experiments, results))
-        return 0
-    return run_suite(suite.name, experiments, results, place)
+    if options.results and len(options.suite) > 1:
+        parser.error("--results is one file: leave it out for several suites.")
+    # Read all before the first one runs.
+    selected = (options.models, options.datasets, options.methods, options.seeds)
+    suites = {suite.name: suite.experiments(*selected) for suite in map(read_suite, options.suite)}
+    failed = 0
+    for name, experiments in suites.items():
+        results = options.results or FOLDER / f"{name}.parquet"
+        if options.dry_run:
+            print(plan(experiments, results))
+        else:
+            failed |= run_suite(name, experiments, results, place.of(name))
+    return failed
 
 
 if __name__ == "__main__":

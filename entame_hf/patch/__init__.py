@@ -5,7 +5,8 @@ from .features import HeadFeatures, class_indices, collect_features, inputs_and_
 from .fit import HeadFit, collect_head_features, fit_head, fit_to_features
 from .fold import check_bias, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
 from .freezing import frozen_backbone, frozen_backbone_parameters, frozen_statistics
-from .probe import Probe, probe_features
+from .probe import Probe, log_evidence, probe_features
+from .ridge import fit_ridge
 from .saving import class_names, shareable_config
 from .state import applied_config, clear_entame_state, describe_adaptation, has_trained_head, set_trained
 from .wrapping import as_transformers, label_maps, timm_processor
@@ -25,6 +26,7 @@ __all__ = [
     "collect_head_features",
     "describe_adaptation",
     "fit_head",
+    "fit_ridge",
     "fit_to_features",
     "fold_entame",
     "folded",
@@ -35,6 +37,7 @@ __all__ = [
     "has_trained_head",
     "inputs_and_labels",
     "label_maps",
+    "log_evidence",
     "normalised_heads",
     "probe_features",
     "run_model",

@@ -5,6 +5,7 @@ from .energies import PREFIX as ENERGY_PREFIX
 from .energies import EnergyRecorder
 from .files import check_writable, write_file, write_text
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
+from .informed import training_batches
 from .lock import locked_output_dir
 from .parallel import same_on_all, set_log_level, whole_models
 from .provenance import used_options
@@ -25,6 +26,7 @@ __all__ = [
     "locked_output_dir",
     "same_on_all",
     "set_log_level",
+    "training_batches",
     "used_options",
     "whole_models",
     "write_file",

@@ -65,7 +65,7 @@ class HeadFitter(TrainerCallback):
         repeats = trainer.model_init is not None or trainer.args.auto_find_batch_size
         key = _digest(trainer, [head.module for head in heads], count) if repeats else ""
         if self._known is None or not repeats or self._known[0] != key:
-            batches = _training_batches(trainer, count, "Fitting the head")
+            batches = training_batches(trainer, count, "Fitting the head")
             with _on_device(trainer), trainer.compute_loss_context_manager(), closing(batches):
                 read = (trainer.read_labels(batch, trainer.model) for batch in batches)
                 features = collect_head_features(trainer.model, heads, read, count)
@@ -110,7 +110,7 @@ class HeadFitter(TrainerCallback):
         if trainer.is_deepspeed_enabled:
             raise InputError("`znorm_refresh_samples` needs a model that DeepSpeed does not hold: use FSDP or 0.")
         self._refreshed_step = step
-        batches = _training_batches(trainer, count, "Feature statistics")
+        batches = training_batches(trainer, count, "Feature statistics")
         with trainer.compute_loss_context_manager(), closing(batches):
             found = collect_features(trainer.model, [Head(*pair) for pair in heads.items()], batches, count)
         for leaf, read in zip(heads.values(), found, strict=True):
@@ -119,7 +119,7 @@ class HeadFitter(TrainerCallback):
             leaf.znorm.var.copy_(var)
 
 
-def _training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
+def training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
     """Iterate over batches of the training images, as evaluation sees them where the dataset can show them so."""
     dataset, args = trainer.train_dataset, trainer.args
     size, processes = args.eval_batch_size, args.world_size

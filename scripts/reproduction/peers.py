@@ -1,24 +1,26 @@
-"""Peers beyond the paper: LP-FT, fastai, a decaying head learning rate; and the arguments of a run of any method."""
+"""Peers beyond the paper: LP-FT, layer-wise decay, BiT, a decaying head; and the arguments of a run of any method."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from timm.optim import param_groups_layer_decay
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.heads import find_heads
 from entame_hf.patch import frozen_backbone_parameters
 
-# fastai trains these in its frozen epoch too.
-_NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm)
+from .starts import FittedStart
+
+# What each start fits: a classifier of raw features, or scales a fitted one of normalised features.
+_STARTS = {"logistic": "keep", "temperature": "informed"}
 
 
 @dataclass
@@ -28,8 +30,8 @@ class RunArguments(EntameTrainingArguments):
     schedule: str | None = field(
         default=None,
         metadata={
-            "help": "Train in two phases, as peers do, or decay the head learning rate.",
-            "choices": ["lp_ft", "fastai", "head_decay"],
+            "help": "Train in two phases, as peers do, decay the head learning rate, or take BiT's schedule.",
+            "choices": ["lp_ft", "fastai", "head_decay", "bit"],
         },
     )
     probe_epochs: int = field(default=1, metadata={"help": "lp_ft: epochs of the linear probe."})
@@ -40,6 +42,22 @@ class RunArguments(EntameTrainingArguments):
         default=1, metadata={"help": "head_decay: steps until the head has the base learning rate."}
     )
     zero_head: bool = field(default=False, metadata={"help": "Set the head to zero before training."})
+    head_start: str | None = field(
+        default=None,
+        metadata={
+            "help": "Before training, fit a logistic probe to convergence, or scale a ridge head to the temperature "
+            "that fits.",
+            "choices": ["logistic", "temperature"],
+        },
+    )
+    layer_decay: float | None = field(
+        default=None, metadata={"help": "Each layer's learning rate over that of the layer after it."}
+    )
+    fastai_head: bool = field(default=False, metadata={"help": "fastai: replace the head by fastai's own."})
+    pass_epochs: float = field(
+        default=0.0, metadata={"help": "Train for so much less: what a pass over the images before training costs."}
+    )
+    corruptions: bool = field(default=False, metadata={"help": "Evaluate on corrupted test splits at the end."})
     max_grad_norm: float = field(
         default=0.0, metadata={"help": "Clip gradients to this norm; 0 is off, as in the paper."}
     )
@@ -56,21 +74,43 @@ class RunArguments(EntameTrainingArguments):
             raise ValueError(
                 "`schedule=fastai` sets the head learning rate. Leave out `head_lr` and `head_lr_multiplier`."
             )
+        if self.fastai_head and self.schedule != "fastai":
+            raise ValueError("`fastai_head=True` needs `schedule=fastai`, which trains all of that head's layers.")
+        if self.head_start is not None and self.entame_method != (needed := _STARTS[self.head_start]):
+            raise ValueError(f"`head_start={self.head_start}` needs `entame_method={needed}`.")
 
 
 class RunTrainer(EntameTrainer):
-    """An [`EntameTrainer`] without what costs time in each step and is only logged."""
+    """An [`EntameTrainer`] without what costs time in each step and is only logged, and with what peers need."""
+
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(FittedStart(self))
 
     # Without clipping, Trainer computes the norm for the log alone. No public hook skips it.
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return grad_norm
 
+    # Layer-wise decay needs one group a layer: as BEiT, MAE and timm do it.
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        optimizer = super().create_optimizer(model)
+        if self.args.layer_decay is not None:
+            own, args = self.model.timm_model, self.args
+            without: set[str] = getattr(own, "no_weight_decay", set)()
+            groups = param_groups_layer_decay(own, args.weight_decay, without, layer_decay=args.layer_decay)
+            common = optimizer.param_groups[0]
+            optimizer.param_groups.clear()
+            for group in groups:
+                rate = args.learning_rate * group.pop("lr_scale")
+                optimizer.add_param_group({**common, **group, "lr": rate})
+        return optimizer
+
 
 class TwoPhaseTrainer(RunTrainer):
     """Freeze the backbone, or most of it, in the first epochs; then start a new schedule and optimizer state."""
-
-    optimizer: Any
-    lr_scheduler: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -141,76 +181,6 @@ class ProbeThenFineTune(TwoPhaseTrainer):
         return LambdaLR(self.optimizer, lambda _: factor)
 
 
-class FastaiFineTune(TwoPhaseTrainer):
-    """The schedule of fastai's `Learner.fine_tune(epochs - 1, base_lr=learning_rate)`, with its defaults.
-
-    The same as in fastai: first one epoch with a frozen backbone. Its normalisation layers train, at a tenth of the
-    head learning rate, and update their running statistics. The head has one cycle (`pct_start` 0.99, `div` 25) up to
-    `base_lr`. Then all parameters train with one cycle (0.3, 5) up to `base_lr` / 2 for the head, 1/100 of that for
-    the first layers and the geometric mean for those between. Each cycle ends at 1e-5 of its peak and takes Adam's
-    first momentum from 0.95 to 0.85 and back. Adam's state is cleared between the two.
-
-    Different from fastai: the head is the architecture's own, not two layers over two poolings. Adam has no weight
-    decay (0.01 in fastai), a second momentum of 0.999 (0.99) and ε of 1e-8 (1e-5), as all methods here. The frozen
-    epoch is one of `num_train_epochs`, so that no method trains longer. fastai cuts torchvision's backbones by hand, a
-    ResNet after its second stage, and timm's not at all; here the cut is after half of the parameter tensors, which in
-    a ResNet-50 is within a block of that.
-
-    Source: [`fastai/callback/schedule.py`](https://github.com/fastai/fastai/blob/main/fastai/callback/schedule.py)
-    (Apache-2.0).
-    """
-
-    LR_MULT = 100
-    DIV_FINAL = 1e5
-    PCT_START, DIV = (0.99, 0.3), (25.0, 5.0)
-
-    @property
-    def first_epochs(self) -> int:
-        return 1
-
-    # Discriminative learning rates need one group each. Without decay, Trainer's groups make no difference.
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        optimizer = super().create_optimizer(model)
-        learned = [parameter for head in self.heads() for parameter in head.module.parameters()]
-        heads = {id(parameter) for parameter in learned}
-        backbone = [p for p in self.model.parameters() if id(p) not in heads]
-        early, late = backbone[: len(backbone) // 2], backbone[len(backbone) // 2 :]
-        common = optimizer.param_groups[0]
-        optimizer.param_groups.clear()
-        for parameters in (early, late, learned):
-            optimizer.add_param_group({**common, "params": parameters})
-        return optimizer
-
-    @contextmanager
-    def first_phase(self) -> Iterator[None]:
-        heads = [head.module for head in find_heads(self.model)]
-        learning = [m for m in self.model.modules() if m in heads or isinstance(m, _NORMALISATIONS)]
-        kept = {id(parameter) for module in learning for parameter in module.parameters()}
-        others = [p for p in self.model.parameters() if p.requires_grad and id(p) not in kept]
-        for parameter in others:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in others:
-                parameter.requires_grad_(True)
-
-    def scheduler(self, phase: int, steps: int) -> LRScheduler:
-        peak = self.args.learning_rate
-        if phase == 0:
-            peaks = [peak / 10, peak / 10, peak]
-        else:
-            peaks = [peak / 2 / self.LR_MULT, peak / 2 / self.LR_MULT**0.5, peak / 2]
-        return OneCycleLR(
-            self.optimizer,
-            peaks,
-            total_steps=steps + 1,
-            pct_start=self.PCT_START[phase],
-            div_factor=self.DIV[phase],
-            final_div_factor=self.DIV_FINAL / self.DIV[phase],
-        )
-
-
 class DecayingHead(RunTrainer):
     """Decay the head learning rate linearly to the base learning rate, over `decay_steps`."""
 
@@ -226,9 +196,17 @@ class DecayingHead(RunTrainer):
         return self.lr_scheduler
 
 
-TRAINERS: dict[str | None, type[RunTrainer]] = {
-    None: RunTrainer,
-    "lp_ft": ProbeThenFineTune,
-    "fastai": FastaiFineTune,
-    "head_decay": DecayingHead,
-}
+class BitSchedule(RunTrainer):
+    """BiT's schedule for small datasets: linear warm-up for a fifth of the steps, a tenth less at 2, 3 and 4 fifths.
+
+    Source: [`bit_hyperrule.py`](https://github.com/google-research/big_transfer/blob/master/bit_hyperrule.py)
+    (Apache-2.0), of Kolesnikov et al., [Big Transfer](https://arxiv.org/abs/1912.11370), 2020.
+    """
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> LRScheduler:
+        def factor(step: int) -> float:
+            fifths = 5 * step / num_training_steps
+            return fifths if fifths < 1 else 0.1 ** max(0, int(fifths) - 1)
+
+        self.lr_scheduler, self._created_lr_scheduler = LambdaLR(self.optimizer, factor), True
+        return self.lr_scheduler

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.distributed import rendezvous
+from torch.distributed import PrefixStore, rendezvous
 
 # With these, accelerate and transformers would join the processes to one training. LOCAL_WORLD_SIZE stays, as it says
 # how many processes share the cores.
@@ -31,6 +31,10 @@ class Place:
     rank: int = 0
     world: int = 1
     store: Any = None
+
+    def of(self, name: str) -> Place:
+        """Return the same place with a store of its own, for one of several suites."""
+        return self if self.store is None else replace(self, store=PrefixStore(name, self.store))
 
     def share(self, items: list[Any], kind: Callable[[Any], Any]) -> Iterator[Any]:
         """Iterate over this process's part of a list, then over what is left of the longest other part.

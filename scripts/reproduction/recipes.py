@@ -45,9 +45,9 @@ def recipes_of(groups: Sequence[Group]) -> list[str]:
     return sorted(measured, key=natural) if others else []
 
 
-def standings(groups: Sequence[Group], recipe: str) -> Iterator[Standing]:
-    """Compare a recipe with its peers in accuracy at the end, combination by combination."""
-    recipes = recipes_of(groups)
+def standings(groups: Sequence[Group], recipe: str, everyone: bool = False) -> Iterator[Standing]:
+    """Compare a recipe with its peers, or with all methods, in accuracy at the end, combination by combination."""
+    recipes = [recipe] if everyone else recipes_of(groups)
     for group in groups:
         peers = [method for method in group.methods if method not in recipes]
         for combination in group.combinations:
@@ -131,9 +131,9 @@ def own_best_table(groups: Sequence[Group], recipe: str) -> str:
     return markdown(["", "at the end", f"{recipe}'s lead"], rows)
 
 
-def standings_figure(groups: Sequence[Group], recipe: str) -> Figure:
-    """Draw final accuracies of a recipe and its peers: a panel a group, a row a combination."""
-    found = [*standings(groups, recipe)]
+def standings_figure(groups: Sequence[Group], recipe: str, everyone: bool = False) -> Figure:
+    """Draw final accuracies of a recipe and its peers, or of all methods: a panel a group, a row a combination."""
+    found = [*standings(groups, recipe, everyone)]
     rows = list(dict.fromkeys(it.combination for it in found))
     figure = Figure(figsize=(4 * len(groups), 1.2 + 0.24 * len(rows)), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]

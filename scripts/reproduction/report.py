@@ -117,7 +117,7 @@ def write_report(results: list[Path], output: Path, all_pictures: bool = False) 
     if recipes.recipes_of(groups):
         contested = contest.is_contest(runs)
         recipe = contest.CANDIDATE if contested else recipes.leading(groups)
-        figures["overview"] = recipes.standings_figure(groups, recipe)
+        figures["overview"] = recipes.standings_figure(groups, recipe, contested)
         page = [*(_contest(groups) if contested else _recipes(groups, recipe)), *page]
     elif any("entame" in group.methods for group in groups):
         figures["overview"] = overview(groups[0], styles_of(groups))

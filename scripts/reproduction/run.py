@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,19 +23,29 @@ import timm
 import torch
 import transformers
 from torch import nn
-from transformers import EvalPrediction, PrinterCallback, TimmWrapperImageProcessor, set_seed
+from transformers import BaseImageProcessor, EvalPrediction, PrinterCallback, TimmWrapperImageProcessor, set_seed
 
 from entame_hf import InputError, find_heads
 from entame_hf.data import ClassificationDataset, build_datasets, split_dataset
 from entame_hf.metrics import predicted_classes
 from entame_hf.trainer import ENERGY_PREFIX, EarlyEvaluation
 
+from .corruptions import Pixels, corrupted
+from .fastai import FastaiFineTune, put_head
 from .groups import EARLY_STEPS
-from .peers import TRAINERS
+from .peers import BitSchedule, DecayingHead, ProbeThenFineTune, RunTrainer
 from .processes import Place
 from .rows import ENERGIES, Row, append_row, compact, read_rows, work_file
 from .sources import load_data, load_model
 from .suite import Experiment, run_arguments
+
+TRAINERS: dict[str | None, type[RunTrainer]] = {
+    None: RunTrainer,
+    "lp_ft": ProbeThenFineTune,
+    "fastai": FastaiFineTune,
+    "head_decay": DecayingHead,
+    "bit": BitSchedule,
+}
 
 
 def plan(experiments: list[Experiment], results: Path) -> str:
@@ -99,7 +109,8 @@ def run_experiment(experiment: Experiment) -> Row:
     """
     settings = experiment.settings
     colours = (tuple(settings.get(f"image_{name}", ())) for name in ("mean", "std"))
-    train, test = _data(settings["dataset_source"], settings["image_size"], settings.get("image_flip", True), *colours)
+    images = (settings["dataset_source"], settings["image_size"], settings.get("image_flip", True), *colours)
+    train, test, processor = _data(*images)
     started = time.perf_counter()
     args = run_arguments(
         settings,
@@ -114,6 +125,7 @@ def run_experiment(experiment: Experiment) -> Row:
         dataloader_pin_memory=False,
         per_device_eval_batch_size=500,
     )
+    args.num_train_epochs -= args.pass_epochs
     # All runs share the images; the seed decides which are flipped.
     train.pipeline.augmentation.seed = experiment.seed  # type: ignore[union-attr]
     set_seed(experiment.seed)
@@ -122,6 +134,7 @@ def run_experiment(experiment: Experiment) -> Row:
         for head in find_heads(model):
             for parameter in head.module.parameters():
                 nn.init.zeros_(parameter)
+    config = put_head(model, train.pipeline.num_classes) if args.fastai_head else None
     if args.device.type == "cuda":
         # The layout of cuDNN's fast kernels; EntameTrainer chooses it on CPUs.
         model.to(memory_format=torch.channels_last)
@@ -133,11 +146,14 @@ def run_experiment(experiment: Experiment) -> Row:
         compute_metrics=_accuracy,
         preprocess_logits_for_metrics=predicted_classes,
         callbacks=[EarlyEvaluation(EARLY_STEPS)],
+        entame=config,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     log = trainer.state.log_history
     evaluations = sorted({entry["step"]: entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry}.items())
+    sets = _corrupted(*images) if args.corruptions else []
+    damaged = [(kind, trainer.evaluate(rows)["eval_accuracy"]) for kind, rows in sets]
     return {
         **vars(experiment),
         "classes": train.pipeline.num_classes,
@@ -147,7 +163,9 @@ def run_experiment(experiment: Experiment) -> Row:
         "eval_step": [step for step, _ in evaluations],
         "eval_accuracy": [accuracy for _, accuracy in evaluations],
         **_energies(log),
-        **{name: entry[name] for entry in log for name in entry if name == "head_lr"},
+        **{name: entry[name] for entry in log for name in entry if name in ("head_lr", "probe_accuracy", "logme")},
+        "corruption": [kind for kind, _ in damaged],
+        "corruption_accuracy": [accuracy for _, accuracy in damaged],
         "seconds": round(time.perf_counter() - started, 3),
     }
 
@@ -155,7 +173,7 @@ def run_experiment(experiment: Experiment) -> Row:
 @cache
 def _data(
     source: str, size: int, flip: bool, mean: tuple[float, ...], std: tuple[float, ...]
-) -> tuple[ClassificationDataset, ClassificationDataset]:
+) -> tuple[ClassificationDataset, ClassificationDataset, BaseImageProcessor]:
     """Build the datasets once for all runs: resized to a square, normalised by their own colours or by those given."""
     splits = split_dataset(
         load_data(source), image_column_name="image", label_column_name="label", train_split="train", eval_split="test"
@@ -171,7 +189,14 @@ def _data(
         }
     )
     built = build_datasets(splits, processor, augmentation="flip" if flip else "none", seed=0, own_statistics=not mean)
-    return built.train, built.validation
+    return built.train, built.validation, built.processor
+
+
+# Processes train on few datasets in turn, and these take memory.
+@lru_cache(1)
+def _corrupted(*images: Any) -> list[tuple[str, Pixels]]:
+    _, test, processor = _data(*images)
+    return corrupted(test, processor)
 
 
 @cache

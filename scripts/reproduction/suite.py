@@ -24,7 +24,7 @@ from .rows import identity
 
 SUITES = Path(__file__).parent.parent / "suites"
 NEEDED = ("models", "datasets", "methods", "seeds", "image")
-KEYS = (*NEEDED, "arguments", "grid", "overrides")
+KEYS = (*NEEDED, "arguments", "grid", "overrides", "extends")
 SELECTORS = ("model", "dataset", "method")
 # Settings that are not the trainer's.
 _NOT_ARGUMENTS = ("image_", "model_source", "dataset_source", "logit_step")
@@ -161,16 +161,11 @@ def _parser() -> OptionParser:
 
 
 def read_suite(name: str) -> Suite:
-    """Read the YAML file of a suite, by its name in `scripts/suites` or its path."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else SUITES / f"{name}.yaml"
-    if not path.is_file():
-        names = ", ".join(sorted(suite.stem for suite in SUITES.glob("*.yaml")))
-        raise InputError(f"--suite {name} does not exist. Give one of {names}, or the path of a YAML file.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
-    content = _mapping(content, f"{path}", allowed=KEYS)
+    """Read the YAML file of a suite, by its name in `scripts/suites` or its path.
+
+    A suite that `extends` another one has its keys, except for those that it gives itself.
+    """
+    content, path = _content(name)
     missing = [key for key in NEEDED if key not in content]
     if missing:
         raise InputError(f"{path} has no {', '.join(missing)}. A suite needs {', '.join(NEEDED)}.")
@@ -200,6 +195,20 @@ def read_suite(name: str) -> Suite:
         raise InputError(f"{path}: overrides must be a list, such as [{{model: ResNet50, learning_rate: 1.0e-5}}].")
     overrides = [_override(override, f"{path}: overrides", labels) for override in overrides]
     return Suite(path.stem, models, datasets, methods, seeds, common, grid, overrides)
+
+
+def _content(name: str) -> tuple[dict[str, Any], Path]:
+    path = Path(name) if name.endswith((".yaml", ".yml")) else SUITES / f"{name}.yaml"
+    if not path.is_file():
+        names = ", ".join(sorted(suite.stem for suite in SUITES.glob("*.yaml")))
+        raise InputError(f"--suite {name} does not exist. Give one of {names}, or the path of a YAML file.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    content = _mapping(content, f"{path}", allowed=KEYS)
+    other = content.pop("extends", None)
+    return (content if other is None else _content(str(other))[0] | content), path
 
 
 def known(given: list[Any], where: str, allowed: Any) -> list[Any]:

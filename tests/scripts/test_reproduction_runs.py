@@ -19,9 +19,9 @@ import yaml
 from conftest import RandomImages
 from reproduce import main as reproduce_main
 from reproduction import run as runs
-from reproduction.peers import TRAINERS, RunArguments
+from reproduction.peers import RunArguments
 from reproduction.rows import append_row, read_rows, work_file
-from reproduction.run import run_experiment
+from reproduction.run import TRAINERS, run_experiment
 from reproduction.suite import read_suite
 
 from entame_hf.patch import as_transformers
@@ -81,11 +81,11 @@ def test_zero_head_has_maximum_entropy(experiment):
 
 def test_images_are_normalised_by_their_own_colours_or_by_those_given(experiment):
     settings = experiment("base").settings
-    own, _ = runs._data(settings["dataset_source"], 16, False, (), ())
+    own, *_ = runs._data(settings["dataset_source"], 16, False, (), ())
     pixels = torch.stack([own[i]["pixel_values"] for i in range(len(own))])
     assert pixels.mean((0, 2, 3)).abs().max() < 1e-3
     assert (pixels.std((0, 2, 3)) - 1).abs().max() < 1e-2
-    given, _ = runs._data(settings["dataset_source"], 16, False, (0.5,) * 3, (0.25,) * 3)
+    given, *_ = runs._data(settings["dataset_source"], 16, False, (0.5,) * 3, (0.25,) * 3)
     pixels = torch.stack([given[i]["pixel_values"] for i in range(len(given))])
     assert [pixels.min().item(), pixels.max().item()] == pytest.approx([-2, 2])
 

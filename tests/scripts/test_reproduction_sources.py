@@ -1,6 +1,7 @@
 """Models and datasets of suites, by name."""
 
 import gzip
+import json
 import shutil
 
 import numpy as np
@@ -145,6 +146,31 @@ def test_several_label_columns_are_named(stored):
     name = stored("train").removesuffix(":fine")
     with pytest.raises(InputError, match="after a colon"):
         load_data(name)
+
+
+def test_few_images_of_each_class_train_and_all_of_the_test_split_stays():
+    few, whole = load_data("digits@7"), load_data("digits")
+    assert np.bincount(few["train"]["label"]).tolist() == [7] * 10
+    assert few["test"]["label"][:] == whole["test"]["label"][:]
+
+
+def test_emoji_are_classes_of_unicodes_groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "EMOJI", tmp_path)
+    with pytest.raises(InputError, match="is missing"):
+        load_data("emoji", seed=3)
+    (tmp_path / "img/google/64").mkdir(parents=True)
+    listed = []
+    for group, count in (("cats", 10), ("dogs", 7), ("rare", 4)):
+        for index in range(count):
+            name = f"{group}{index}.png"
+            PILImage.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "img/google/64" / name)
+            listed.append({"subcategory": group, "image": name, "has_img_google": True})
+    (tmp_path / "emoji.json").write_text(json.dumps(listed))
+    data = load_data("emoji", seed=3)
+    assert data["train"].features["label"].names == ["cats", "dogs"]
+    assert sum(map(len, data.values())) == 17
+    # Transparent is white.
+    assert np.asarray(data["test"][0]["image"]).min() == 255
 
 
 def test_validation_leaves_the_test_split_out():

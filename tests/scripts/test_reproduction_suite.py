@@ -50,6 +50,17 @@ def test_part_of_a_suite_has_the_same_runs(read):
     assert {each.identity for each in part} < {each.identity for each in suite.experiments()}
 
 
+def test_suite_extends_another_one(read, tmp_path):
+    first = read(methods={"keep": {"entame_method": "keep"}})
+    path = tmp_path / "longer.yaml"
+    path.write_text(yaml.safe_dump({"extends": str(tmp_path / "mine.yaml"), "arguments": {"num_train_epochs": 30}}))
+    longer = read_suite(str(path))
+    assert (longer.name, longer.models, longer.methods) == ("longer", first.models, first.methods)
+    settings = longer.experiments()[0].settings
+    assert settings["num_train_epochs"] == 30
+    assert "per_device_train_batch_size" not in settings
+
+
 def test_method_overrides_the_grid(read):
     rates = [1e-3, 1e-4]
     experiments = read(grid={"learning_rate": rates}).experiments(models=["A"], datasets=["sets/one"], seeds=1)
@@ -165,7 +176,7 @@ def test_errors_say_what_is_allowed(read, changes, said):
 
 
 def test_unknown_suite_is_refused():
-    with pytest.raises(InputError, match=r"Give one of head_rate, .*modern, offline, paper, recipe, .*smoke"):
+    with pytest.raises(InputError, match=r"Give one of contest, .*head_rate, .*modern, offline, paper, recipe, .*smoke"):
         read_suite("papers")
     with pytest.raises(InputError, match="does not exist"):
         read_suite("nowhere/mine.yaml")
