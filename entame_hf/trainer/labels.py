@@ -14,17 +14,27 @@ from ..heads import base_model
 # How far the sum of a row of shares may be from 1: bfloat16 keeps three digits.
 TOLERANCE = 0.01
 
+# PyTorch's losses leave examples with this label out.
+IGNORED = -100
+
 
 class LabelReader:
     """Convert labels to what losses take: int64 class indices, or float rows with a value a class.
 
-    The sums of rows are compared with 1 on the device: at once for the first batch, and for others when [`verify`] is
-    called, because every comparison waits for the device.
+    Rows must sum to 1, and indices must be classes of the model. Both are compared on the device: at once for the
+    first batch and on the CPU, else when [`verify`] is called, because every comparison waits for the device. Until
+    then an index out of range counts as the nearest class: CUDA's own check ends the process.
+
+    Args:
+        has_own_loss (`bool`, *optional*, defaults to `False`): negative indices are for a loss of the user's own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_own_loss: bool = False) -> None:
+        self.has_own_loss = has_own_loss
         self._worst: Tensor | None = None
-        self._has_read_rows = self._has_read_classes = False
+        self._range: Tensor | None = None
+        self._classes = 0
+        self._has_read = False
 
     def __call__(self, inputs: Any, model: Any) -> Any:
         """Convert the labels of a batch.
@@ -39,14 +49,28 @@ class LabelReader:
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor) or _problem_type(model) == "regression":
             return inputs
-        classes = getattr(getattr(model, "config", None), "num_labels", None)
+        classes: Any = getattr(getattr(model, "config", None), "num_labels", None)
         converted = self._convert(labels, classes, model)
-        if not self._has_read_classes and classes and not converted.is_floating_point() and converted.numel():
-            # Once: it waits for the device, where a label out of range ends the process without a word.
-            self._has_read_classes = True
-            if int(converted.max()) >= classes:
-                raise InputError(too_few_classes("The labels of the first batch", int(converted.max()), classes))
+        are_indices = bool(classes and classes > 1 and not converted.is_floating_point() and converted.numel())
+        if are_indices:
+            self._note_range(converted, classes)
+        if not self._has_read or labels.device.type == "cpu":
+            self._has_read = True
+            self.verify()
+        elif are_indices:
+            counted = self._counted(converted)
+            converted = torch.where(counted, converted.clamp(0, classes - 1), converted)
         return inputs if converted is labels else {**inputs, "labels": converted}
+
+    def _counted(self, indices: Tensor) -> Tensor:
+        return indices >= 0 if self.has_own_loss else indices != IGNORED
+
+    @torch.no_grad()
+    def _note_range(self, indices: Tensor, classes: int) -> None:
+        ends = torch.stack(torch.aminmax(torch.where(self._counted(indices), indices, 0)))
+        if self._range is not None:
+            ends = torch.stack([torch.minimum(ends[0], self._range[0]), torch.maximum(ends[1], self._range[1])])
+        self._range, self._classes = ends, classes
 
     def _convert(self, labels: Tensor, classes: int | None, model: Any) -> Tensor:
         is_row = labels.ndim == 2 and labels.shape[1] == classes
@@ -75,17 +99,23 @@ class LabelReader:
     def _compare_sums(self, rows: Tensor) -> None:
         deviation = (rows.float().sum(1) - 1).abs().max()
         self._worst = deviation if self._worst is None else torch.maximum(self._worst, deviation)
-        if not self._has_read_rows:
-            self._has_read_rows = True
-            self.verify()
 
     def verify(self) -> None:
-        """Make sure that all rows since the last call sum to 1.
+        """Make sure that all rows since the last call sum to 1, and that all indices are classes.
 
         Raises:
-            InputError: one does not, as rows of several labels an image don't.
+            InputError: a row does not, as rows of several labels an image don't, or an index is none.
         """
-        worst, self._worst = self._worst, None
+        worst, self._worst, ends, self._range = self._worst, None, self._range, None
+        if ends is not None:
+            lowest, highest = ends.tolist()
+            if highest >= self._classes:
+                raise InputError(too_few_classes("The labels", highest, self._classes))
+            if lowest < 0:
+                raise InputError(
+                    f"The labels have {lowest}, and classes are counted from 0 to {self._classes - 1}. Give {IGNORED} "
+                    "to examples that should not count, and an index of a class to all others."
+                )
         if worst is not None and not float(worst) <= TOLERANCE:
             raise InputError(
                 f"The labels are rows whose sum differs from 1 by up to {float(worst):.3g}, and the model has one "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.utils import logging
 
 from ..data import BatchDataset, batch_loader, to_device
 from ..errors import InputError
+from ..heads import Head, num_classes
 from ..patch import frozen_statistics
 from .temporary import temporarily
 
@@ -107,22 +109,25 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 @contextmanager
-def single_image_explained(
-    model: nn.Module, rows: int | None, args: TrainingArguments, stream: bool
-) -> Iterator[None]:
-    """Let a micro-batch of one image pass BatchNorm, or say what to set.
+def explained_inputs(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
+    """Say in one line why a model cannot train on a micro-batch, where the libraries speak of tensors.
 
-    The last batch of a stream cannot join the one before it. It is normalised by the running statistics.
+    The last batch of a stream cannot join the one before it. One image is normalised by the running statistics.
 
     Args:
-        model (`torch.nn.Module`): the model in training.
-        rows (`int`, *optional*): images of the micro-batch.
-        args (`TrainingArguments`): the batch size is read.
-        stream (`bool`): whether the micro-batch is of a stream.
+        trainer ([`EntameTrainer`]): its model, its options and the kind of its dataset are read.
+        inputs (`dict`): the micro-batch.
 
     Raises:
-        InputError: BatchNorm has one value a channel, because all batches have one image.
+        InputError: it has no labels, BatchNorm has one value a channel, or a head takes another number of features.
     """
+    model, args, rows = trainer.model, trainer.args, find_batch_size(inputs)
+    if "labels" not in inputs and trainer.label_names == ["labels"] and trainer.compute_loss_func is None:
+        raise InputError(
+            f"The batches have no labels, only {', '.join(inputs) or 'nothing'}. Give each example the index of its "
+            "class, an integer, as `labels`: text and None are dropped when examples are collated."
+        )
+    stream = isinstance(trainer.train_dataset, IterableDataset)
     if rows == 1 and stream and args.per_device_train_batch_size > 1 and has_batch_norm(model):
         logger.warning_once("The last batch of the stream has one image: BatchNorm uses its running statistics.")
         with frozen_statistics(model):
@@ -130,10 +135,32 @@ def single_image_explained(
         return
     try:
         yield
-    except ValueError as error:
-        if "Expected more than 1 value per channel" not in str(error):
-            raise
-        raise InputError(
-            f"A batch of {rows} image is too small for BatchNorm, which needs two values a channel. Set "
-            "per_device_train_batch_size=2 or more, dataloader_drop_last=True, or freeze_statistics=True."
-        ) from error
+    except (RuntimeError, ValueError) as error:
+        if "Expected more than 1 value per channel" in str(error):
+            raise InputError(
+                f"A batch of {rows} image is too small for BatchNorm, which needs two values a channel. Set "
+                "per_device_train_batch_size=2 or more, dataloader_drop_last=True, or freeze_statistics=True."
+            ) from error
+        for path, takes, gets in _head_widths(model, trainer.heads(), inputs):
+            if takes != gets:
+                raise InputError(
+                    f"`{path}` takes {takes} features, and the model gives it {gets}. Replace it by a layer of "
+                    f"{gets} features, such as torch.nn.Linear({gets}, {num_classes(model.get_submodule(path))})."
+                ) from error
+        raise
+
+
+def _head_widths(model: nn.Module, heads: list[Head], inputs: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """List the path of each head that a forward reaches, the features that it takes, and those that it gets."""
+    widths: list[tuple[str, int, int]] = []
+
+    def note(path: str, module: Any, arguments: tuple[Any, ...]) -> None:
+        is_linear = isinstance(module, nn.Linear)
+        takes, dimension = (module.in_features, -1) if is_linear else (module.in_channels, 1)
+        widths.append((path, takes, arguments[0].shape[dimension]))
+
+    with ExitStack() as hooks, torch.no_grad(), suppress(RuntimeError, ValueError):
+        for head in heads:
+            hooks.enter_context(head.module.register_forward_pre_hook(partial(note, head.path)))
+        model(**inputs)
+    return widths

@@ -131,6 +131,9 @@ def read_class_weights(weights: Any, model: Any, classes: int) -> Tensor:
         shape = " × ".join(map(str, tensor.shape)) or "1"
         raise InputError(f"`class_weights` has {shape} values, and the model {classes} classes. Give one a class.")
     tensor = tensor if tensor.is_floating_point() else tensor.float()
-    if not (tensor.isfinite() & (tensor >= 0)).all():
-        raise InputError("`class_weights` has values that are negative or not finite. Give 1 for classes as they are.")
+    if not (tensor.isfinite() & (tensor >= 0)).all() or not tensor.any():
+        raise InputError(
+            "`class_weights` has values that are negative or not finite, or only zeros. Give 1 for classes as they "
+            "are."
+        )
     return tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
@@ -31,12 +31,12 @@ from .hub import CheckpointUploads, HubTarget, check_push_of, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
 from .loader import (
+    explained_inputs,
     has_batch_norm,
     is_batch_stream,
     mean_batch_size,
     place_in_stream,
     prepared_loader,
-    single_image_explained,
 )
 from .lock import locked_output_dir
 from .loss import ClassificationLoss, CustomLoss, read_class_weights
@@ -134,7 +134,7 @@ class EntameTrainer(Trainer):
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
         if compute_loss_func is not None:
             self.compute_loss_func = CustomLoss(compute_loss_func, args)
-        self.read_labels = LabelReader()
+        self.read_labels = LabelReader(compute_loss_func is not None)
         self.card_options: dict[str, Any] = {}
         self.energies, self.head_rates, self.base_noise = EnergyRecorder(self), HeadRates(self), BaseNoise(self)
         self.head_fitter = HeadFitter(self)
@@ -304,8 +304,7 @@ class EntameTrainer(Trainer):
     # state, and DDP's reducer has done its work, so that nothing is frozen or unfrozen under it.
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         inputs = self.read_labels(inputs, self.model)
-        stream = isinstance(self.train_dataset, IterableDataset)
-        with single_image_explained(self.model, find_batch_size(inputs), self.args, stream):
+        with explained_inputs(self, inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)
         if self.accelerator.sync_gradients:
             self.energies.observe_gradients()

@@ -74,12 +74,40 @@ def test_rows_that_do_not_sum_to_1_are_refused_in_later_batches(tiny_vit):
     reader, one, two = LabelReader(), hot()(1).float()[None], hot(2)(1).float()[None]
     for _ in range(2):
         reader({"labels": one}, tiny_vit)
-    reader.verify()
-    reader({"labels": two}, tiny_vit)
-    reader({"labels": one}, tiny_vit)
     with pytest.raises(InputError, match="differs from 1 by up to 1,"):
-        reader.verify()
-    reader.verify()
+        reader({"labels": two}, tiny_vit)
+    reader({"labels": one}, tiny_vit)
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (lambda label: label + label // 9, r"go up to 10, and the model has 10 classes .*num_labels=11"),
+        (lambda label: label * 100, r"go up to \d00, and the model has 10"),
+        (lambda label: -1 if label == 7 else label, r"have -1, and classes are counted from 0 to 9"),
+    ],
+    ids=["one-too-many", "far", "negative"],
+)
+def test_indices_that_are_no_class_are_refused_in_any_batch(tiny_vit, tmp_path, label, message):
+    with pytest.raises(InputError, match=message):
+        run(tiny_vit, Labelled(label), tmp_path, per_device_train_batch_size=1, max_steps=24)
+
+
+def test_ignored_labels_and_those_of_a_loss_of_ones_own_are_no_classes(tiny_vit):
+    LabelReader()({"labels": torch.tensor([0, -100])}, tiny_vit)
+    LabelReader(has_own_loss=True)({"labels": torch.tensor([0, -1])}, tiny_vit)
+
+
+def test_labels_that_collating_drops_are_named(tiny_vit, tmp_path):
+    with pytest.raises(InputError, match="no labels, only pixel_values"):
+        run(tiny_vit, Labelled(str), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["entame", "mei", "keep"])
+def test_a_head_swapped_by_hand_that_takes_other_features_is_refused(tiny_vit, tmp_path, method):
+    tiny_vit.classifier = torch.nn.Linear(16, 10)
+    with pytest.raises(InputError, match=r"`classifier` takes 16 features, .* gives it 32.*Linear\(32, 10\)"):
+        run(tiny_vit, Labelled(int), tmp_path, entame_method=method)
 
 
 @pytest.mark.parametrize("label", [hot(3), lambda label: hot(3)(label).float()], ids=["int", "float"])
