@@ -1,0 +1,153 @@
+"""The documentation runs: its notebook from top to bottom, and its commands word for word."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import nbformat
+import onnxruntime
+import pytest
+import torch
+from cli_folders import COLOURS, hf_folder, timm_folder, write_images  # noqa: F401
+from hub_server import HubServer
+from nbclient import NotebookClient
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+pytestmark = [pytest.mark.runs, pytest.mark.slow]
+
+# Fixtures.
+# ruff: noqa: F811
+
+ROOT = Path(__file__).parents[1]
+
+# Commands that take long, and have tests of their own.
+LONG = ("make test", "--suite offline --seeds 1", "--num_processes 16")
+
+
+def blocks(file: str, language: str = "bash") -> list[str]:
+    """List the fenced blocks of a document."""
+    return re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
+
+
+class Shell:
+    """Run what a reader types, in the folder that the last `cd` led to and in the environment that is active."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.folder, self.environment = folder, environment
+
+    def start(self, command: str) -> subprocess.Popen[str]:
+        command = f"{command.strip()}\ncode=$?; pwd > $STATE; env -0 > $STATE.env; exit $code"
+        where = {"cwd": self.folder, "env": self.environment, "start_new_session": True}
+        return subprocess.Popen(["bash", "-c", command], stdout=-1, stderr=-1, text=True, **where)
+
+    def run(self, command: str) -> str:
+        out, error = (process := self.start(command)).communicate()
+        assert process.returncode == 0, f"{command}\n{out[-2000:]}\n{error[-3000:]}"
+        state = Path(self.environment["STATE"])
+        self.folder = Path(state.read_text().strip())
+        self.environment = dict(
+            line.split("=", 1) for line in state.with_name("state.env").read_text().split("\0") if "=" in line
+        )
+        return out
+
+    def kill(self, command: str, number: signal.Signals, sign: str) -> str:
+        """Start a command, and end it once a file is there."""
+        process = self.start(command)
+        while process.poll() is None and not any(self.folder.glob(sign)):
+            time.sleep(0.1)
+        assert process.poll() is None, process.communicate()[1][-3000:]
+        os.killpg(process.pid, number)
+        return process.communicate()[1]
+
+
+@pytest.fixture
+def shell(tmp_path, timm_folder, hf_folder):
+    """A shell in an empty folder, beside a Hub that has the models of the documentation, small."""
+    with HubServer() as hub:
+        hub.add("models", "timm/resnet50.a1_in1k", timm_folder)
+        hub.add("models", "google/vit-base-patch16-224-in21k", hf_folder)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        path = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        environment |= {"PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "STATE": str(tmp_path / "state")}
+        folder = tmp_path / "stranger"
+        folder.mkdir()
+        yield Shell(folder, environment | hub.environment(tmp_path / "hub"))
+
+
+def test_a_stranger_gets_from_an_empty_folder_to_an_onnx_file(shell):
+    install, make, use = blocks("README.md")
+    resume, onnx, *_ = blocks("docs/checkpoints-and-hub.md")
+    clone, environment, package = install.replace("REPOSITORY", str(ROOT)).splitlines()
+    shell.run(clone)
+    shell.run(environment)
+    # What the tests run with, in place of a download of 6 GB.
+    site = next(shell.folder.glob(".venv/lib/python*/site-packages"))
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    shell.run(package)
+    demo, _ = make.splitlines()
+    printed = shell.run(demo)
+    assert printed.count("%") > 20
+    assert "entame finetune --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS" in printed
+
+    write_images(shell.folder / "photos", COLOURS, count=400)
+    write_images(shell.folder / "new_photos", COLOURS, count=5)
+    finetune, predict, resume_readme = (line.split("  #")[0] for line in use.splitlines())
+    assert resume.strip() == resume_readme
+    said = shell.kill(finetune, signal.SIGINT, "out/checkpoint-*/checkpoint_files.json")
+    assert f"Interrupted. Resume with: {resume_readme}" in said
+    shell.kill(resume_readme, signal.SIGKILL, "out/checkpoint-[4-9]?/checkpoint_files.json")
+    assert "Done in" in shell.run(resume_readme)
+    state = json.loads((shell.folder / "out" / "trainer_state.json").read_text())
+    assert state["global_step"] == state["max_steps"]
+
+    assert "15 images predicted, 0 not read" in shell.run(predict)
+    with (shell.folder / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sum(Path(row["file"]).parent.name == row["label"] for row in rows) >= 13
+
+    shell.run(onnx)
+    session = onnxruntime.InferenceSession(shell.folder / "out" / "model.onnx")
+    model = AutoModelForImageClassification.from_pretrained(shell.folder / "out")
+    images = [Image.open(row["file"]) for row in rows]
+    pixels = AutoImageProcessor.from_pretrained(shell.folder / "out")(images, return_tensors="pt")["pixel_values"]
+    (logits,) = session.run(["logits"], {"pixel_values": pixels.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.tensor(logits), model(pixels).logits, rtol=1e-4, atol=1e-4)
+    assert [model.config.id2label[int(index)] for index in logits.argmax(1)] == [row["label"] for row in rows]
+
+    # The other commands of the documentation that are written out.
+    for file in ("method", "distributed", "reproduce"):
+        for command in blocks(f"docs/{file}.md"):
+            for line in command.splitlines():
+                if "..." not in line and not any(part in line for part in LONG) and "pip install" not in line:
+                    shell.run(line)
+
+
+def test_the_python_of_the_readme_runs(shell):
+    write_images(shell.folder / "photos", COLOURS, count=40)
+    (code,) = blocks("README.md", "python")
+    (shell.folder / "run.py").write_text(code + "print(trainer.state.log_history)\n")
+    shell.environment["PYTHONPATH"] = str(ROOT)
+    assert "'eval_accuracy':" in shell.run("python run.py")
+    assert AutoModelForImageClassification.from_pretrained(shell.folder / "out").config.id2label[0] == "blue"
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    notebook = nbformat.read(ROOT / "docs" / "first_run.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    *_, found = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    (digit,) = [output.data["text/plain"] for output in found if output.output_type == "execute_result"]
+    assert "'label': '0'" in digit
