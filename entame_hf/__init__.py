@@ -36,37 +36,24 @@ __all__ = [
     "z_norm",
 ]
 
-_MODULES = {
-    "EntameConfig": "config",
-    "EntameTrainer": "trainer",
-    "EntameTrainingArguments": "training_args",
-    "ErrorEnergy": "energy",
-    "Head": "heads",
-    "HeadFit": "patch",
-    "HeadReport": "energy",
-    "InputError": "errors",
-    "NonFiniteError": "errors",
-    "RunError": "errors",
-    "ZNormConv2d": "layers",
-    "ZNormLinear": "layers",
-    "apply_entame": "patch",
-    "error_energy": "energy",
-    "find_heads": "heads",
-    "fit_head": "patch",
-    "fold_entame": "patch",
-    "head_learning_rate": "trainer",
-    "inspect_head": "energy",
-    "z_norm": "layers",
+_NAMES = {
+    "config": ["EntameConfig"],
+    "energy": ["ErrorEnergy", "HeadReport", "error_energy", "inspect_head"],
+    "errors": ["InputError", "NonFiniteError", "RunError"],
+    "heads": ["Head", "find_heads"],
+    "layers": ["ZNormConv2d", "ZNormLinear", "z_norm"],
+    "patch": ["HeadFit", "apply_entame", "fit_head", "fold_entame"],
+    "trainer": ["EntameTrainer", "head_learning_rate"],
+    "training_args": ["EntameTrainingArguments"],
 }
 
 
 # Each name is imported when it is first used: `entame --help` must not wait for torch and transformers.
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from textwrap import fill
+from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -61,7 +64,7 @@ class Console(TrainerCallback):
         metrics: dict[str, Any] = kwargs.get("metrics") or {}
         if "eval_accuracy" in metrics and state.is_world_process_zero:
             best = best_evaluation(state.log_history, args)
-            self._say(
+            say(
                 f"epoch {_epoch(state.epoch)}/{_epoch(state.num_train_epochs)}  step {state.global_step:,}  "
                 f"{scores(metrics)}  best {_best(best, args)} at step {int(best['step']):,}"
             )
@@ -77,7 +80,7 @@ class Console(TrainerCallback):
         left = (now - self._start) / done * (state.max_steps - state.global_step)
         self._last, self._line_at, self._elsewhere = state.global_step, now, 0.0
         width = len(f"{state.max_steps:,}")
-        self._say(
+        say(
             f"step {state.global_step:>{width},}/{state.max_steps:,}  loss {float(logs['loss']):.4f}  "
             f"lr {float(logs.get('learning_rate', 0)):.2e}  {rate:,.0f} images/s  {duration(left)} left"
         )
@@ -94,11 +97,22 @@ class Console(TrainerCallback):
         self._elsewhere += now - self._mark
         self._mark = now
 
-    def _say(self, line: str) -> None:
-        if self._bar is None or self._bar.disable:
-            print(line, flush=True)
-        else:
-            self._bar.write(line)
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print text above a progress bar. A terminal's lines break between words, a file's stay as they are.
+
+    Args:
+        text (`str`): one line or more.
+        file (`TextIO`, *optional*): defaults to standard output.
+    """
+    file = file or sys.stdout
+    if file.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = text.split("\n")
+        lines = [fill(s, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) for s in lines]
+        text = "\n".join(lines)
+    tqdm.write(text, file=file)
+    file.flush()
 
 
 class Patience(TrainerCallback):

@@ -53,7 +53,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 NEXT = """\
-The last model is in {folder}. Your own photos, with one folder of images per class:
+The last model is in {folder}. For your own photos, one folder of images a class:
   entame finetune --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS \\
       --output_dir out/mine --recipe recommended
   entame predict out/mine FOLDER --output predictions.csv"""

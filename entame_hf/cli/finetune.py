@@ -14,6 +14,7 @@ from ..data import Splits
 from ..errors import InputError
 from ..trainer import locked_output_dir, set_log_level, whole_models
 from .arguments import WITHOUT_EFFECT, ModelArguments, RunArguments, check_given
+from .console import say
 from .data_arguments import DataArguments
 from .launch import options_named
 from .model import load_classifier
@@ -83,7 +84,7 @@ def load_data(model_args: ModelArguments, data_args: DataArguments, args: RunArg
     with args.main_process_first(desc="loading the data"):
         splits = data_args.load(args.seed, model_args.num_labels)
     if args.process_index == 0:
-        print(splits.describe(), flush=True)
+        say(splits.describe())
     check_classes(model_args, splits)
     return splits
 

@@ -13,10 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ..errors import InputError, RunError
+from .console import say
 
 
 def say_once(message: str) -> None:
@@ -37,7 +37,7 @@ def say_once(message: str) -> None:
                 # The launcher ends all processes as soon as one has ended.
                 store.wait([f"{key}/said"])
                 return
-    print(message, file=sys.stderr, flush=True)
+    say(message, sys.stderr)
     with suppress(RuntimeError):
         if store is not None:
             store.set(f"{key}/said", "")
@@ -81,7 +81,7 @@ class _Handler(logging.Handler):
         self._named = named
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(f"{record.levelname.lower()}: {self._named(record.getMessage())}", file=sys.stderr)
+        say(f"{record.levelname.lower()}: {self._named(record.getMessage())}", sys.stderr)
 
 
 def quiet_libraries() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from ..data import Splits, StreamingDataset, find_duplicates, output_size, write_skipped_images
 from ..patch import class_names
 from ..trainer import EntameTrainer
-from .console import best_evaluation, duration, scores
+from .console import best_evaluation, duration, say, scores
 from .output_folder import RUN_FILE, write_file
 
 
@@ -56,13 +56,13 @@ def report_images(folder: Path, data: dict[str, Any], splits: Splits) -> None:
     file = write_skipped_images(folder, [*splits.skipped, *unread])
     for name, part in data.items():
         if line := part.summary():
-            print(f"{name}: {line}")
+            say(f"{name}: {line}")
     if file is not None:
-        print(f"Images that were not used, and why: {file}")
+        say(f"Images that were not used, and why: {file}")
     # The others were compared before training.
     for name in sorted(splits.uncompared & data.keys()):
         if note := find_duplicates(data[name], data["train"]).note(name):
-            print(f"Note: {note}")
+            say(f"Note: {note}")
 
 
 def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds: float) -> str:

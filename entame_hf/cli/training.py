@@ -30,7 +30,7 @@ from ..metrics import metrics_of_predictions, predicted_classes
 from ..trainer import EntameTrainer, locked_output_dir
 from .app import write_app
 from .arguments import ModelArguments, RunArguments
-from .console import Console, Patience
+from .console import Console, Patience, say
 from .data_arguments import DataArguments
 from .model import check_input_size
 from .output_folder import ClaimFolder, save_results, save_state
@@ -157,7 +157,7 @@ def run(trainer: EntameTrainer, test: Any, splits: Splits) -> None:
     args, folder = trainer.args, Path(trainer.args.output_dir)
     start, is_first = time.monotonic(), trainer.is_world_process_zero()
     if is_first:
-        print(introduction(trainer), flush=True)
+        say(introduction(trainer))
     try:
         found = train_and_save(trainer, test)
     except KeyboardInterrupt:

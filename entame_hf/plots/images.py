@@ -79,7 +79,7 @@ def wrong_images_figure(
     """
     families, names = writable([shorten(name, LONGEST_NAME) for name in class_names])
     captions = [
-        f"{names[guess]} {share:.0%}\nlabel: {names[label]}"
+        f"{names[guess]} ({share:.0%})\nlabel: {names[label]}"
         for guess, label, share in zip(predicted, true, confidence, strict=True)
     ]
     return _grid(images, captions[:MOST_IMAGES], families, title)

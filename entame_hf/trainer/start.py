@@ -159,7 +159,7 @@ def start_heads(
     if config.feature_norm and config.momentum == 1 and batch_size < SMALL_BATCH:
         logger.warning(
             f"Evaluation will use the feature statistics of one batch of {batch_size}, which is noisy: "
-            f"below {SMALL_BATCH}, pass EntameTrainingArguments(znorm_momentum=0.1)."
+            f"below {SMALL_BATCH}, pass `znorm_momentum=0.1`."
         )
     if config.init == "mei" and learning_rate > 0:
         classes = num_classes(heads[0].module)

@@ -28,7 +28,11 @@ def test_mixed_labels_are_told_with_their_weights():
 
 def test_wrong_images_tell_prediction_confidence_and_label():
     figure = wrong_images_figure(IMAGES, [0, 1, 1], [1, 0, 2], [0.999, 0.8, 0.5], ["cat", "dog", "x" * 40])
-    assert captions(figure) == ["cat 100%\nlabel: dog", "dog 80%\nlabel: cat", f"dog 50%\nlabel: {'x' * 8}…{'x' * 7}"]
+    assert captions(figure) == [
+        "cat (100%)\nlabel: dog",
+        "dog (80%)\nlabel: cat",
+        f"dog (50%)\nlabel: {'x' * 8}…{'x' * 7}",
+    ]
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 8), (8, 8, 3), (8, 8, 1), (3, 40, 2)], ids=str)
