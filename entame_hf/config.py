@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from .errors import InputError
+
 Init = Literal["mei", "he_fan_out", "ridge", "keep"]
 
 Method = Literal["base", "base_wu", "mei", "fn", "entame", "informed", "keep"]
@@ -40,7 +42,7 @@ class EntameConfig:
             Dotted path, or paths, of the classifier leaves, for models where the search must not guess.
 
     Raises:
-        ValueError: a field is outside of its domain; the message names what is allowed.
+        InputError: a field is outside of its domain; the message names what is allowed.
 
     Example:
 
@@ -68,13 +70,13 @@ class EntameConfig:
             # JSON has only lists, and a frozen value must be hashable.
             object.__setattr__(self, "head", tuple(self.head))
         if self.init not in get_args(Init):
-            raise ValueError(f"`init={self.init}` is unknown: use one of {', '.join(get_args(Init))}.")
+            raise InputError(f"`init={self.init}` is unknown: use one of {', '.join(get_args(Init))}.")
         for name in ("phi_w", "noise_lambda", "eps", "momentum"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-                raise ValueError(f"`{name}={value}` must be a positive number, for example `{name}={_EXAMPLE[name]}`.")
+                raise InputError(f"`{name}={value}` must be a positive number, for example `{name}={_EXAMPLE[name]}`.")
         if self.momentum > 1:
-            raise ValueError(f"`momentum={self.momentum}` must be in (0, 1]: `momentum=1` is the paper's.")
+            raise InputError(f"`momentum={self.momentum}` must be in (0, 1]: `momentum=1` is the paper's.")
 
     def under(self, prefix: str) -> EntameConfig:
         """Build the same configuration for a model that holds this one's under `prefix`."""
@@ -98,10 +100,10 @@ class EntameConfig:
             [`EntameConfig`]
 
         Raises:
-            ValueError: the method is unknown.
+            InputError: the method is unknown.
         """
         if method not in _METHODS:
-            raise ValueError(f"Method {method!r} is unknown: use one of {', '.join(_METHODS)}.")
+            raise InputError(f"Method {method!r} is unknown: use one of {', '.join(_METHODS)}.")
         init, feature_norm = _METHODS[method]
         return replace(cls(init=init, feature_norm=feature_norm), **changes)
 
@@ -122,12 +124,12 @@ class EntameConfig:
             `float`: `phi_w`, or (γλ/C)² where `noise_lambda` is given (equation 20).
 
         Raises:
-            ValueError: `noise_lambda` is given without a learning rate.
+            InputError: `noise_lambda` is given without a learning rate.
         """
         if self.noise_lambda is None:
             return self.phi_w
         if not learning_rate:
-            raise ValueError("`noise_lambda` needs the peak learning rate: apply_entame(..., learning_rate=1e-4).")
+            raise InputError("`noise_lambda` needs the peak learning rate: apply_entame(..., learning_rate=1e-4).")
         return (learning_rate * self.noise_lambda / num_classes) ** 2
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class EntameConfig:
         """Build a configuration from `to_dict`'s result; keys that it does not know are an error."""
         unknown = values.keys() - {field.name for field in fields(cls)}
         if unknown:
-            raise ValueError(f"EntameConfig has no field {', '.join(sorted(unknown))}.")
+            raise InputError(f"EntameConfig has no field {', '.join(sorted(unknown))}.")
         return cls(**values)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from .errors import InputError
 
@@ -69,6 +70,12 @@ def find_heads(model: nn.Module, paths: str | Iterable[str] | None = None) -> li
     if paths is not None:
         return [_at(model, path) for path in ([paths] if isinstance(paths, str) else paths)]
     base = base_model(model)
+    if isinstance(base, PreTrainedModel) and MODEL_MAPPING_NAMES.get(base.config.model_type) == type(base).__name__:
+        # Its inner layers may have one output a label by chance.
+        raise InputError(
+            f"This {type(base).__name__} is a backbone without a classifier head. Load the checkpoint with "
+            "AutoModelForImageClassification.from_pretrained(..., num_labels=10), with your number of classes."
+        )
     if isinstance(base, PreTrainedModel) and base.config.model_type != "timm_wrapper":
         found = _transformers_paths(base)
     elif timm_model(base) is not None:

@@ -13,6 +13,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from .config import EntameConfig, Method
+from .errors import InputError
 
 AUTO = "auto"
 
@@ -131,7 +132,7 @@ class HeadArguments:
             [`EntameConfig`]
 
         Raises:
-            ValueError: a value is outside of its domain.
+            InputError: a value is outside of its domain.
         """
         changes = {name: getattr(self, option) for option, name in CONFIG_FIELDS.items()}
         changes = {name: value for name, value in changes.items() if value is not None}
@@ -209,7 +210,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             logged. 0 turns it off.
 
     Raises:
-        ValueError: a value is outside of its domain; the message names what is allowed.
+        InputError: a value is outside of its domain; the message names what is allowed.
 
     Example:
 
@@ -258,7 +259,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         if unnamed and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             setattr(self, launched, True)
         if self.recipe not in RECIPES:
-            raise ValueError(f"recipe={self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
+            raise InputError(f"recipe={self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
         self._fill_schedule()
         super().__post_init__()
         self.entame_config()
@@ -266,9 +267,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         counts = {"head_warmup_steps": "steps", "energy_logging_steps": "steps", "znorm_refresh_samples": "images"}
         for name, of in counts.items():
             if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be 0 or a number of {of}.")
+                raise InputError(f"{name}={getattr(self, name)} must be 0 or a number of {of}.")
         if self.informed_samples < 1:
-            raise ValueError(f"informed_samples={self.informed_samples} must be a number of images, such as 50000.")
+            raise InputError(f"informed_samples={self.informed_samples} must be a number of images, such as 50000.")
 
     def _fill_schedule(self) -> None:
         """Take the schedule from the recipe: Trainer reads these fields, so they cannot stay `None`."""
@@ -281,15 +282,15 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
 
     def _check_head_lr(self) -> None:
         if self.head_lr_multiplier is not None and not self.head_lr_multiplier > 0:
-            raise ValueError(f"head_lr_multiplier={self.head_lr_multiplier} must be positive; 1 is the paper.")
+            raise InputError(f"head_lr_multiplier={self.head_lr_multiplier} must be positive; 1 is the paper.")
         if self.head_lr is not None and self.head_lr_multiplier is not None:
-            raise ValueError(
+            raise InputError(
                 f"head_lr={self.head_lr} and head_lr_multiplier={self.head_lr_multiplier} both set the head learning "
                 "rate: set one of them. head_lr is the rate itself, head_lr_multiplier its ratio to learning_rate."
             )
         rate = self.resolve("head_lr")
         if rate == AUTO and self.learning_rate == 0:
-            raise ValueError(
+            raise InputError(
                 'head_lr="auto" shares the schedule of learning_rate, which is 0. To train the heads alone, pass '
                 "freeze_backbone=True and a positive learning_rate."
             )
@@ -298,7 +299,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         with suppress(TypeError, ValueError):
             self.head_lr = float(rate)
         if not (isinstance(self.head_lr, float) and 0 < self.head_lr < math.inf):
-            raise ValueError(
+            raise InputError(
                 f'head_lr={self.head_lr!r} must be "auto", which measures it in the first step, or a positive number, '
                 "such as 1e-3."
             )

@@ -1,9 +1,11 @@
 import pytest
 import timm
 import torch
+from conftest import TINY_VIT
 from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
 
-from entame_hf import EntameConfig, apply_entame, find_heads
+from entame_hf import EntameConfig, InputError, apply_entame, find_heads
 
 
 def test_finds_the_leaf(classifier):
@@ -42,4 +44,11 @@ def test_a_model_without_a_head_is_refused_with_the_remedy():
     with torch.device("meta"):
         model = timm.create_model("test_resnet", num_classes=0)
     with pytest.raises(ValueError, match="num_classes=10"):
+        find_heads(model)
+
+
+@pytest.mark.parametrize("number", [2, TINY_VIT["hidden_size"], TINY_VIT["intermediate_size"]])
+def test_a_backbone_whose_inner_layers_are_as_wide_as_the_classes_is_refused(number):
+    model = ViTForImageClassification(ViTConfig(num_labels=number, **TINY_VIT)).vit
+    with pytest.raises(InputError, match="ViTModel is a backbone without a classifier head"):
         find_heads(model)

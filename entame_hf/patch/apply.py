@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import TypeVar
 
 import torch
@@ -155,8 +156,8 @@ def _check_labels(base: nn.Module, heads: list[Head]) -> None:
 def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
     path, leaf = f"`{head.path}`", head.module
     classes = num_classes(leaf) if num_labels is None else num_labels
-    if classes < 1:
-        raise InputError(f"`num_labels={classes}` is no number of classes: use two or more.")
+    if not isinstance(classes, Integral) or classes < 1:
+        raise InputError(f"`num_labels={classes!r}` is no number of classes: use two or more.")
     if classes < 2:
         raise InputError(
             f"{path} would have one output: that is regression, and ENTAME is about the entropy over classes. "

@@ -9,7 +9,7 @@ from conftest import logits_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from entame_hf import EntameConfig, apply_entame, error_energy, find_heads, fold_entame
+from entame_hf import EntameConfig, InputError, apply_entame, error_energy, find_heads, fold_entame
 from entame_hf.patch import folded_parameters
 
 
@@ -239,6 +239,12 @@ def test_a_layer_with_a_forward_of_its_own_is_refused():
     with pytest.raises(ValueError, match="Scaled"):
         apply_entame(model, EntameConfig(head="0"))
     apply_entame(model, EntameConfig(head="0", feature_norm=False))
+
+
+@pytest.mark.parametrize("number", [0, -3, 2.5, "10", float("nan")])
+def test_what_is_no_number_of_classes_is_refused(tiny_vit, number):
+    with pytest.raises(InputError, match="is no number of classes: use two or more"):
+        apply_entame(tiny_vit, num_labels=number)
 
 
 def test_a_model_on_the_meta_device_is_refused():
