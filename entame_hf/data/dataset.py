@@ -20,10 +20,10 @@ from .cache import ImageCache, open_cache
 from .columns import check_labels, count_classes, label_indices, label_shares, row_number
 from .file_marks import file_marks
 from .images import UnreadableImageError
-from .pipeline import DecodedImage, HostBatch, ImagePipeline, PipelineDataset
+from .pipeline import DecodedImage, HostBatch, ImagePipeline, Keep, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableRows
-from .workers import Workers, threads
+from .workers import Workers
 
 # Workers stop once this fraction of the images is cached.
 _MOST = 0.9
@@ -128,8 +128,8 @@ class ClassificationDataset(PipelineDataset):
         """
         asked = np.asarray(indices, dtype=np.int64)
         gpu = device if device is not None and device.type == "cuda" else None
-        batch, rows, todo = self._allocate(asked, epoch, device), asked.copy(), np.arange(len(asked))
-        tried = np.empty(0, np.int64)
+        batch = HostBatch.allocate(asked, self.pipeline.length, epoch, device)
+        rows, todo, tried = asked.copy(), np.arange(len(asked)), np.empty(0, np.int64)
         # Each round reads what the one before cached, and the next row for each that it found unreadable.
         while len(todo):
             rows[todo] = self.unreadable.replace(asked[todo])
@@ -139,9 +139,11 @@ class ClassificationDataset(PipelineDataset):
                 self._workers.stop()
                 self._cache = None
             tried = rows[todo]
-            if gpu is not None:
+            if gpu is not None and len(todo):
                 todo, gpu = self._decode_on_gpu(rows, todo, batch, gpu), None
-            todo = self._decode(rows, todo, batch)
+            if len(todo):
+                decode = self._decode_in_threads if self._workers.pool is None else self._decode_in_workers
+                todo = decode(rows, todo, batch)
         return self._label(batch, rows)
 
     def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], HostBatch] | None:
@@ -150,7 +152,7 @@ class ClassificationDataset(PipelineDataset):
         rows = self.unreadable.replace(asked)
         if self._cache is None or not self._cache.has(rows).all():
             return None
-        batch = self._allocate(asked, epoch, device)
+        batch = HostBatch.allocate(asked, self.pipeline.length, epoch, device)
         batch.ratios.numpy()[:] = self._cache.index["ratio"][rows]
         copies = self._cache.start_copying(rows, batch.pixels.numpy())
 
@@ -217,12 +219,6 @@ class ClassificationDataset(PipelineDataset):
         path = image.get("path") if isinstance(image, dict) else image
         return path if isinstance(path, str) else f"row {row_number(self.dataset, row)} of {self.name}"
 
-    def _allocate(self, asked: Rows, epoch: int, device: torch.device | None) -> HostBatch:
-        # CUDA copies from pinned memory without waiting.
-        pinned = device is not None and device.type == "cuda"
-        pixels = torch.empty(len(asked), self.pipeline.length, dtype=torch.uint8, pin_memory=pinned)
-        return HostBatch(pixels, torch.empty(len(asked)), torch.empty(0), asked, epoch)
-
     def _label(self, batch: HostBatch, rows: Rows) -> HostBatch:
         batch.labels = self._targets[rows]
         if self.evaluation:
@@ -242,16 +238,19 @@ class ClassificationDataset(PipelineDataset):
 
     def _decode_on_gpu(self, rows: Rows, todo: Rows, batch: HostBatch, device: torch.device) -> Rows:
         """Decode on a GPU what it can; return the positions that are left."""
-        if not len(todo) or self.pipeline.preparation.resize_crop is None:
-            return todo
-        images = dict(self.pipeline.decode_on_gpu(self.dataset[rows[todo]][self.image_column], device))
-        for i, image in images.items():
-            _put(batch, todo[i], image)
-        list(threads().map(self._keep, (int(rows[todo[i]]) for i in images), images.values()))
-        return np.delete(todo, list(images))
+        values = self.dataset[rows[todo]][self.image_column]
+        return np.delete(todo, self.pipeline.decode_on_gpu(batch, todo, values, device, self._keeper(rows[todo])))
 
-    def _decode(self, rows: Rows, todo: Rows, batch: HostBatch) -> Rows:
-        """Decode in workers or threads; return the positions that are left: cached now, or unreadable."""
+    def _decode_in_threads(self, rows: Rows, todo: Rows, batch: HostBatch) -> Rows:
+        """Decode in threads; return the positions that are unreadable."""
+        values = self.dataset[rows[todo]][self.image_column]
+        unreadable = self.pipeline.decode_into(batch, todo, values, self._keeper(rows[todo]))
+        for i, error in unreadable:
+            self.unreadable.add(int(rows[todo[i]]), error)
+        return todo[[i for i, _ in unreadable]]
+
+    def _decode_in_workers(self, rows: Rows, todo: Rows, batch: HostBatch) -> Rows:
+        """Decode in worker processes; return the positions that are left: cached now, or unreadable."""
         wanted = rows[todo].tolist()
         decoded: list[DecodedImage | UnreadableImageError | None] = self._workers.map(wanted)
         if self.evaluation and self._has_most():
@@ -262,7 +261,7 @@ class ClassificationDataset(PipelineDataset):
             if isinstance(image, UnreadableImageError):
                 self.unreadable.add(wanted[i], image)
             elif image is not None:
-                _put(batch, todo[i], image)
+                batch.pixels.numpy()[todo[i]], batch.ratios[todo[i]] = image.pixels, image.ratio
                 left[i] = False
         return todo[left]
 
@@ -277,6 +276,12 @@ class ClassificationDataset(PipelineDataset):
     def _keep(self, row: int, image: DecodedImage) -> bool:
         return self._cache is not None and self._cache.write(row, image)
 
+    def _keeper(self, rows: Rows) -> Keep | None:
+        # Without room in the cache, images that a GPU decoded are not copied back.
+        if self._cache is None or rows.min() >= self._cache.kept:
+            return None
+        return lambda i, image: self._keep(int(rows[i]), image)
+
     def _open_cache(self) -> ImageCache | None:
         marks = file_marks(self.dataset, self.image_column) if self._cache_limit > 0 else []
         parts = [version("entame-hf"), self.dataset._fingerprint, self.image_column, *marks]
@@ -286,8 +291,3 @@ class ClassificationDataset(PipelineDataset):
     def _reason(self, row: int) -> str:
         image = self.pipeline.decode(self.dataset[row][self.image_column])
         return str(image) if isinstance(image, UnreadableImageError) else "could not be read in another process"
-
-
-def _put(batch: HostBatch, position: int, image: DecodedImage) -> None:
-    batch.pixels.numpy()[position] = image.pixels
-    batch.ratios[position] = image.ratio

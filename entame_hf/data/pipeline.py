@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from xxhash import xxh3_64_intdigest
 from .augmentation import Augmentation, Rows
 from .batches import BatchDataset, to_device
 from .images import UnreadableImageError, decode_image, encoded_bytes
-from .jpeg import common_jpeg, decode_on_gpu, decode_pixels
+from .jpeg import JpegHeader, common_jpeg, decode_on_gpu, decode_pixels
 from .preparation import Preparation
 from .resampling import EvaluationCrop, ResizeCrop, crop_and_resize
 from .source import SkippedImage
-from .workers import threads
+from .workers import in_threads
 
 # Limits a batch on the GPU: with float16 intermediates, under a gigabyte of its memory.
 _GPU_BATCH_PIXELS = 2**26
@@ -40,6 +40,9 @@ class DecodedImage(NamedTuple):
     content: int
 
 
+Keep = Callable[[int, DecodedImage], Any]
+
+
 @dataclass
 class HostBatch:
     """Hold N images and labels on the host.
@@ -50,6 +53,7 @@ class HostBatch:
         labels (`torch.Tensor`): int64 (N,).
         rows (`numpy.ndarray`): int64 (N,), which with `epoch` decide the augmentation.
         epoch (`int`): see `rows`.
+        on_device (`tuple`, *optional*): positions of images that a GPU decoded, and their pixels there, uint8 (M, B).
     """
 
     pixels: Tensor
@@ -57,6 +61,24 @@ class HostBatch:
     labels: Tensor
     rows: Rows
     epoch: int
+    on_device: tuple[Rows, Tensor] | None = None
+
+    @classmethod
+    def allocate(cls, rows: Rows, length: int, epoch: int, device: torch.device | None) -> HostBatch:
+        """Allocate a batch for images of `length` bytes that goes to a device."""
+        # CUDA copies from pinned memory without waiting.
+        pinned = device is not None and device.type == "cuda"
+        pixels = torch.empty(len(rows), length, dtype=torch.uint8, pin_memory=pinned)
+        return cls(pixels, torch.empty(len(rows)), torch.empty(0), rows, epoch)
+
+    def pixels_on(self, device: torch.device) -> Tensor:
+        """Give all pixels on a device."""
+        if self.on_device is None:
+            return self.pixels.to(device, non_blocking=True)
+        positions, decoded = self.on_device
+        whole = len(positions) == len(self.pixels)
+        pixels = torch.empty_like(decoded) if whole else self.pixels.to(decoded.device, non_blocking=True, copy=True)
+        return pixels.index_copy_(0, to_device(torch.from_numpy(positions), decoded.device), decoded).to(device)
 
 
 class ImagePipeline:
@@ -101,7 +123,10 @@ class ImagePipeline:
         try:
             data = encoded_bytes(value)
             source = value if data is None else data
-            image = decode_pixels(source) if self.preparation.takes_tensors else decode_image(source)
+            if self.preparation.takes_tensors:
+                image: Any = decode_pixels(source, self.preparation.least_size)
+            else:
+                image = decode_image(source)
             height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[1:]
             pixels = self.preparation(image).contiguous().numpy().reshape(-1).view(np.uint8)
             return DecodedImage(pixels, width / height, 0 if data is None else xxh3_64_intdigest(data))
@@ -111,33 +136,73 @@ class ImagePipeline:
         except Exception as error:
             return UnreadableImageError(f"{type(error).__name__}: {error}")
 
-    def decode_on_gpu(self, values: list[Any], device: torch.device) -> Iterator[tuple[int, DecodedImage]]:
-        """Decode and prepare a batch on a GPU, those images that nvJPEG decodes reliably.
+    def decode_into(
+        self, batch: HostBatch, positions: Rows, values: list[Any], keep: Keep | None = None
+    ) -> list[tuple[int, UnreadableImageError]]:
+        """Decode images to their places in a batch, in threads.
 
         Args:
-            values (`list`): each as for [`decode_image`].
-            device (`torch.device`): a CUDA device.
+            batch ([`HostBatch`]): the batch.
+            positions (`numpy.ndarray`): int64 (M,), where each image goes.
+            values (`list`): M images, each as for [`decode_image`].
+            keep (`Callable`, *optional*): called in threads with the number of each image and the image.
 
-        Yields:
-            `tuple[int, DecodedImage]`: a position in `values` and its image. [`~ImagePipeline.decode`] takes the rest.
+        Returns:
+            `list[tuple[int, UnreadableImageError]]`: the numbers of those that cannot be decoded.
+        """
+        pixels, ratios = batch.pixels.numpy(), batch.ratios.numpy()
+
+        def decode(i: int) -> tuple[int, UnreadableImageError] | None:
+            image = self.decode(values[i])
+            if isinstance(image, UnreadableImageError):
+                return i, image
+            pixels[positions[i]], ratios[positions[i]] = image.pixels, image.ratio
+            if keep:
+                keep(i, image)
+            return None
+
+        return [error for error in in_threads(decode, range(len(values))) if error]
+
+    def decode_on_gpu(
+        self, batch: HostBatch, positions: Rows, values: list[Any], device: torch.device, keep: Keep | None = None
+    ) -> list[int]:
+        """Decode those images on a GPU that nvJPEG decodes reliably, as [`~ImagePipeline.decode_into`] does all.
+
+        Returns:
+            `list[int]`: their numbers.
         """
         resize_crop = self.preparation.resize_crop
         if resize_crop is None:
-            return
-        files = list(threads().map(_read, values))
-        headers = [common_jpeg(file) for file in files]
-        sizes = {i: (h.height, h.width) for i, h in enumerate(headers) if h and h.upright}
-        sizes = {i: size for i, size in sizes.items() if not self.preparation.is_long(*size)}
+            return []
+        files = in_threads(_read, values)
+        sizes = {
+            i: (header.height, header.width)
+            for i, (_, header) in enumerate(files)
+            if header and header.upright and not self.preparation.is_long(header.height, header.width)
+        }
+        done: list[int] = []
+        prepared: list[Tensor] = []
         for group in _of_similar_size(sizes):
-            images = decode_on_gpu([files[i] for i in group], device)
-            if images is None:
-                continue
-            pixels = _prepare_batch(images, resize_crop).flatten(1)
+            images = decode_on_gpu([files[i][0] for i in group], device)
+            if images is not None:
+                done += group
+                prepared.append(_prepare_batch(images, resize_crop).flatten(1))
+        if not done:
+            return []
+        pixels = torch.cat(prepared)
+        batch.on_device = positions[done], pixels
+        shapes = np.array([sizes[i] for i in done], np.float32)
+        batch.ratios.numpy()[positions[done]] = shapes[:, 1] / shapes[:, 0]
+        if keep:
             # Copies to pinned memory are many times as fast.
-            host = torch.empty_like(pixels, device="cpu", pin_memory=True).copy_(pixels).numpy()
-            for i, own in zip(group, host, strict=True):
-                height, width = sizes[i]
-                yield i, DecodedImage(own, width / height, xxh3_64_intdigest(files[i]))
+            host = torch.empty_like(pixels, device="cpu", pin_memory=pixels.is_cuda).copy_(pixels).numpy()
+            ratios = batch.ratios.numpy()[positions[done]].tolist()
+
+            def keep_one(n: int) -> None:
+                keep(done[n], DecodedImage(host[n], ratios[n], xxh3_64_intdigest(files[done[n]][0])))
+
+            in_threads(keep_one, range(len(done)))
+        return done
 
     def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device.
@@ -150,7 +215,7 @@ class ImagePipeline:
             `dict[str, torch.Tensor]`: `pixel_values`, float32 (N, 3, H, W), and `labels`: int64 (N,), or float32
             (N, classes) if the augmentation mixes images or the dataset holds shares of classes.
         """
-        pixels = batch.pixels.to(device, non_blocking=True)
+        pixels = batch.pixels_on(torch.device(device))
         labels = to_device(batch.labels, torch.device(device))
         pixels = pixels.view(self.preparation.dtype).unflatten(1, (3, *self.preparation.size))
         augmentation = self.augmentation
@@ -198,11 +263,12 @@ class PipelineDataset(BatchDataset):
         return self.unreadable.skipped(self.name)
 
 
-def _read(value: Any) -> bytes:
+def _read(value: Any) -> tuple[bytes, JpegHeader | None]:
     try:
-        return encoded_bytes(value) or b""
+        data = encoded_bytes(value) or b""
     except UnreadableImageError:
-        return b""
+        data = b""
+    return data, common_jpeg(data)
 
 
 def _of_similar_size(sizes: dict[int, tuple[int, int]]) -> Iterator[list[int]]:

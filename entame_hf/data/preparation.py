@@ -16,6 +16,9 @@ from ..errors import InputError
 from .resampling import EvaluationCrop, ResizeCrop, find_resize_crop
 from .transforms import Transform, evaluation_transform, output_size, pixel_transform, set_image_size
 
+# Images decoded to so many times their prepared size, and resized, differ by about one level on average.
+_MARGIN = 1.5
+
 # A crop of half of an image's area is then as sharp as the model's input.
 _CANVAS = 1.5
 
@@ -48,6 +51,8 @@ class Preparation:
         dtype (`torch.dtype`): uint8, or float32 if the processor cannot be split.
         scale, shift (`torch.Tensor`): float32 (3, 1, 1).
         takes_tensors (`bool`): whether it takes uint8 tensors (3, H, W), or `PIL.Image.Image`s.
+        least_size (`tuple[int, int]` or `None`): height and width that JPEGs may be decoded to, if pixels need not be
+            exact.
         resize_crop ([`ResizeCrop`] or `None`): the same for batches on a GPU, if pixels need not be exact.
         key (`str`): equal for preparations that give equal pixels.
 
@@ -72,7 +77,7 @@ class Preparation:
         self.size = (self._canvas, self._canvas) if self._canvas else self.output_size
         probes = [_probe(180, 120), _probe(120, 180), _probe(48, 48)]
         everything = evaluation_transform(processor)
-        self._prepare = pixel_transform(processor, tensors=False)
+        self._prepare: Any = pixel_transform(processor, tensors=False)
         self.scale, self.shift = _affine(everything)
         self.dtype = torch.uint8
         if not all(self._agrees(everything(probe), self._prepare(probe)) for probe in probes):
@@ -85,26 +90,36 @@ class Preparation:
             self.scale, self.shift = torch.ones(3, 1, 1), torch.zeros(3, 1, 1)
         self._crops = not self._canvas and _ignores_ends(self._prepare)
         self.takes_tensors = not exact and self.dtype == torch.uint8 and self._use_tensors(processor, probes)
-        prepared = [self(self.convert(probe)) for probe in probes]
         self.resize_crop: ResizeCrop | None = None
+        prepared = [self(self.convert(probe)) for probe in probes]
         if not exact and self.dtype == torch.uint8:
             self.resize_crop = ResizeCrop(self.size) if self._canvas else find_resize_crop(processor, probes, prepared)
+            self._use_resize_crop(probes, prepared)
+            prepared = [self(self.convert(probe)) for probe in probes]
+        # Evaluation takes all pixels.
+        self.least_size = None if exact else self._find_least_size()
         digest = hashlib.sha256(b"".join(pixels.contiguous().numpy().tobytes() for pixels in prepared))
         # Without `exact`, JPEGs may be decoded on a GPU, to other pixels.
-        self.key = f"exact={exact} {digest.hexdigest()[:16]}"
+        self.key = f"exact={exact} least={self.least_size} {digest.hexdigest()[:16]}"
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         """Prepare an RGB image: uint8 (3, H, W) if `takes_tensors`, else a `PIL.Image.Image`."""
         height, width = F.get_size(image)
         if self.is_long(height, width):
             image = self._shorten(image, height, width)
-        if self._canvas:
+        if self._canvas and not isinstance(self._prepare, ResizeCrop):
             image = F.resize(image, [self._canvas, self._canvas], F.InterpolationMode.BICUBIC, antialias=True)
         return self._prepare(image)
 
     def is_long(self, height: int, width: int) -> bool:
         """Whether an image is so long that resizing all of it would take far more memory than the result."""
         return max(height, width) > self._max_aspect * min(height, width)
+
+    def _find_least_size(self) -> tuple[int, int] | None:
+        if self.resize_crop is None:
+            return None
+        sides = (self.resize_crop.edge,) * 2 if self.resize_crop.edge else self.size
+        return round(_MARGIN * sides[0]), round(_MARGIN * sides[1])
 
     def with_processor(self, processor: BaseImageProcessor) -> Preparation:
         """Prepare as another processor does, for the same purpose."""
@@ -132,16 +147,26 @@ class Preparation:
         return pixels.dtype == torch.uint8 and torch.allclose(pixels * self.scale + self.shift, values, atol=1e-4)
 
     def _use_tensors(self, processor: BaseImageProcessor, probes: list[Image.Image]) -> bool:
-        with_tensors, with_images = pixel_transform(processor, tensors=True), self._prepare
+        with_tensors = pixel_transform(processor, tensors=True)
         try:
-            differences = [with_tensors(F.pil_to_tensor(p)).int() - with_images(p).int() for p in probes]
+            found = [with_tensors(F.pil_to_tensor(probe)) for probe in probes]
         # Some steps take Pillow's images only, and raise different errors for tensors.
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return False
-        if max(int(difference.abs().max()) for difference in differences) > 2:
+        if _largest_difference(found, [self._prepare(probe) for probe in probes]) > 2:
             return False
         self._prepare = with_tensors
         return True
+
+    def _use_resize_crop(self, probes: list[Image.Image], prepared: list[Tensor]) -> None:
+        if self.resize_crop is not None and self.takes_tensors:
+            found = [self.resize_crop(F.pil_to_tensor(probe)) for probe in probes]
+            if _largest_difference(found, prepared) <= 2:
+                self._prepare = self.resize_crop
+
+
+def _largest_difference(found: list[Tensor], expected: list[Tensor]) -> int:
+    return max(int((a.int() - b.int()).abs().max()) for a, b in zip(found, expected, strict=True))
 
 
 def _affine(transform: Transform) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torchvision import transforms as v1
-from torchvision.transforms.v2.functional import pil_to_tensor
+from torchvision.transforms.v2 import functional as F
 from transformers import BaseImageProcessor, TimmWrapperImageProcessor
 
 from .batches import to_device
@@ -86,18 +86,24 @@ class ResizeCrop(NamedTuple):
     filter: str = "bicubic"
     rounds: bool = False
 
+    def __call__(self, image: Tensor) -> Tensor:
+        """Resize and crop one image, uint8 (3, H, W): a processor does the same in several times the time."""
+        after, corner = self._resized(*image.shape[1:])
+        mode = F.InterpolationMode.BILINEAR if self.filter == "bilinear" else F.InterpolationMode.BICUBIC
+        return F.crop(F.resize(image, after, mode, antialias=True), *corner, *self.size)
+
     def box(self, height: int, width: int) -> tuple[float, float, float, float]:
         """Compute the part of an image that is kept, in its pixels: top, left, height and width."""
-        if self.edge is None:
-            return 0.0, 0.0, float(height), float(width)
+        after, (top, left) = self._resized(height, width)
+        y, x = height / after[0], width / after[1]
+        return top * y, left * x, self.size[0] * y, self.size[1] * x
+
+    def _resized(self, height: int, width: int) -> tuple[list[int], list[int]]:
+        """Compute the size after the resize, and the corner of the crop in it."""
         short = min(height, width)
-        resized = [int(self.edge * side / short) for side in (height, width)]
-        steps = [side / after for side, after in zip((height, width), resized, strict=True)]
+        after = list(self.size) if self.edge is None else [int(self.edge * side / short) for side in (height, width)]
         whole = round if self.rounds else int
-        top, left = (
-            whole((after - kept) / 2) * step for after, kept, step in zip(resized, self.size, steps, strict=True)
-        )
-        return top, left, self.size[0] * steps[0], self.size[1] * steps[1]
+        return after, [whole((side - kept) / 2) for side, kept in zip(after, self.size, strict=True)]
 
 
 def find_resize_crop(
@@ -132,7 +138,7 @@ def _edges(processor: BaseImageProcessor, size: int) -> list[int | None]:
 
 def _difference(candidate: ResizeCrop, probe: Image.Image, pixels: Tensor) -> float:
     box = torch.tensor([candidate.box(probe.height, probe.width)])
-    given = crop_and_resize(pil_to_tensor(probe)[None], box, candidate.size, candidate.filter)[0]
+    given = crop_and_resize(F.pil_to_tensor(probe)[None], box, candidate.size, candidate.filter)[0]
     return float((given.clamp(0, 255) - pixels).abs().mean())
 
 

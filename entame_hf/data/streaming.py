@@ -10,16 +10,17 @@ from typing import Any
 import datasets
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
 from .columns import check_labels, count_classes
 from .images import UnreadableImageError
-from .pipeline import DecodedImage, HostBatch, ImagePipeline, PipelineDataset
+from .pipeline import HostBatch, ImagePipeline, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableDataError, UnreadableNames
-from .workers import threads
 
 
 class StreamingDataset(PipelineDataset, IterableDataset):
@@ -79,7 +80,7 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         self.pipeline = ImagePipeline(preparation, augmentation, num_classes)
         self.name, self.evaluation = name, evaluation
         self.unreadable = UnreadableNames(num_classes)
-        self._spare: tuple[DecodedImage, int] | None = None
+        self._spare: tuple[HostBatch, Tensor] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.dataset.set_epoch(self.epoch)
@@ -100,34 +101,38 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         Raises:
             InputError: If too many images are unreadable, or all of the first batch.
         """
-        gpu = device if device is not None and device.type == "cuda" else None
         labels = torch.tensor([item[self.label_column] for item in indices])
         check_labels(labels, self.pipeline.num_classes, self.label_column)
         self.unreadable.count(labels)
-        decoded = self._decode([item[self.image_column] for item in indices], gpu)
-        for item, image in zip(indices, decoded, strict=True):
-            if isinstance(image, UnreadableImageError):
-                self._add_unreadable(item, image)
-        readable = np.array([isinstance(image, DecodedImage) for image in decoded])
-        if readable.any():
-            # The next readable image of the batch stands in for an unreadable one.
-            places = np.flatnonzero(readable)
-            chosen = places[np.searchsorted(places, np.arange(len(decoded))) % len(places)]
-            pairs = [(decoded[i], int(labels[i])) for i in chosen]
-            self._spare = pairs[-1]
-        elif self._spare is not None:
-            pairs = [self._spare] * len(decoded)
-        else:
-            raise UnreadableDataError(
-                f"No image of the first batch can be read: {self.unreadable.summary()}. Repair them."
-            )
-        labels = torch.tensor([label for _, label in pairs])
+        rows = np.array([item["row"] for item in indices])
+        batch = HostBatch.allocate(rows, self.pipeline.length, indices[0]["epoch"], device)
+        values, left = [item[self.image_column] for item in indices], np.arange(len(indices))
+        if device is not None and device.type == "cuda":
+            left = np.delete(left, self.pipeline.decode_on_gpu(batch, left, values, device))
+        readable = np.ones(len(values), bool)
+        for i, error in self.pipeline.decode_into(batch, left, [values[i] for i in left]):
+            readable[left[i]] = False
+            self._add_unreadable(indices[left[i]], error)
+        if not readable.all():
+            labels = self._stand_in(batch, labels, readable)
+        self._spare = batch, labels
         if self.evaluation:
             labels = labels.masked_fill(torch.from_numpy(~readable), IGNORED_LABEL)
-        pixels = torch.empty(len(decoded), self.pipeline.length, dtype=torch.uint8, pin_memory=gpu is not None)
-        np.stack([image.pixels for image, _ in pairs], out=pixels.numpy())
-        ratios = torch.tensor([image.ratio for image, _ in pairs])
-        return HostBatch(pixels, ratios, labels, np.array([item["row"] for item in indices]), indices[0]["epoch"])
+        batch.labels = labels
+        return batch
+
+    def _stand_in(self, batch: HostBatch, labels: Tensor, readable: NDArray[np.bool_]) -> Tensor:
+        """Put the next readable image of the batch in the place of an unreadable one, or one of the batch before."""
+        source, places = (batch, labels), np.flatnonzero(readable)
+        if not len(places):
+            if self._spare is None:
+                raise UnreadableDataError(f"No image of the first batch can be read: {self.summary()}. Repair them.")
+            source, places = self._spare, np.arange(len(self._spare[1]))
+        chosen = places[np.searchsorted(places, np.arange(len(readable))) % len(places)]
+        pixels, batch.on_device = source[0].pixels_on(torch.device("cpu")), None
+        batch.pixels.copy_(pixels[chosen])
+        batch.ratios.copy_(source[0].ratios[chosen])
+        return source[1][chosen]
 
     @contextmanager
     def evaluation_view(self) -> Iterator[StreamingDataset]:
@@ -137,14 +142,6 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         # What it reads is read again in training, and counts there.
         view.evaluation, view.unreadable = True, UnreadableNames(self.pipeline.num_classes)
         yield view
-
-    def _decode(self, values: list[Any], gpu: torch.device | None) -> list[DecodedImage | UnreadableImageError]:
-        decoded: dict[int, DecodedImage | UnreadableImageError] = {}
-        if gpu is not None:
-            decoded.update(self.pipeline.decode_on_gpu(values, gpu))
-        left = [i for i in range(len(values)) if i not in decoded]
-        decoded.update(zip(left, threads().map(self.pipeline.decode, [values[i] for i in left]), strict=True))
-        return [decoded[i] for i in range(len(values))]
 
     def _add_unreadable(self, item: dict[str, Any], error: UnreadableImageError) -> None:
         # Shuffled rows are numbered anew in each pass.

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
@@ -36,6 +36,13 @@ def cores() -> int:
 def threads() -> ThreadPoolExecutor:
     """Return this process's threads, one a core."""
     return _threads(os.getpid())
+
+
+def in_threads(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
+    """Call a function for many values in threads, a few tasks a thread, and return the results in their order."""
+    step = max(1, -(-len(values) // (4 * cores())))
+    parts = [values[start : start + step] for start in range(0, len(values), step)]
+    return [result for part in threads().map(lambda part: [*map(function, part)], parts) for result in part]
 
 
 # A forked process has none of its parent's threads.
@@ -79,7 +86,7 @@ class Workers:
             except BrokenProcessPool:
                 logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
                 self.pool = None
-        return list(threads().map(self.task, rows))
+        return in_threads(self.task, rows)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "pool": None}

@@ -1,6 +1,7 @@
 """The fast way to decode gives what the careful one gives, and leaves to it what it can't be trusted with."""
 
 import struct
+import sys
 from io import BytesIO
 
 import numpy as np
@@ -9,9 +10,11 @@ import torch
 from PIL import Image
 from test_images import PIXELS, UNREADABLE
 from torchvision.transforms.v2.functional import pil_to_tensor
+from transformers import ViTImageProcessor
 
-from entame_hf.data import UnreadableImageError, decode_image, decode_pixels
-from entame_hf.data.jpeg import common_jpeg
+from entame_hf.data import Preparation, UnreadableImageError, decode_image, decode_pixels, set_image_size
+from entame_hf.data.jpeg import common_jpeg, decode_on_gpu
+from entame_hf.data.pipeline import HostBatch, ImagePipeline
 
 
 def jpeg(mode: str = "RGB", orientation: int | None = None, **options) -> bytes:
@@ -104,3 +107,56 @@ def test_a_bomb_is_left_to_pillow(monkeypatch):
     assert common_jpeg(jpeg()) is None
     with pytest.raises(UnreadableImageError, match="DecompressionBombError"):
         decode_pixels(jpeg())
+
+
+def test_a_batch_is_decoded_by_torchcodec():
+    """On the CPU here: nvJPEG gives other colours at edges, through the same call."""
+    pytest.importorskip("torchcodec.decoders")
+    files = [JPEGS["rgb"], JPEGS["grey"], JPEGS["progressive"]]
+    decoded = decode_on_gpu(files, torch.device("cpu"))
+    assert all(torch.equal(a, pil_to_tensor(decode_image(b))) for a, b in zip(decoded, files, strict=True))
+    assert decode_on_gpu([JPEGS["rgb"], b"\xff\xd8 broken \xff\xd9"], torch.device("cpu")) is None
+
+
+def test_without_torchcodec_jpegs_are_decoded_on_the_cpu(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "torchcodec", None)
+    assert [decode_on_gpu([JPEGS["rgb"]], torch.device("cpu")) for _ in range(2)] == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        "JPEGs are decoded on the CPU. To decode them on the GPU: pip install torchcodec"
+    ]
+
+
+@pytest.mark.parametrize("orientation", [None, 6])
+def test_a_reduced_scale_suffices(orientation):
+    data = jpeg(orientation=orientation)
+    for least, size in (((43, 61), (43, 61)), ((22, 31), (22, 31)), ((22, 32), (43, 61)), ((6, 8), (6, 8))):
+        expected = size if orientation is None else (61, 43)
+        assert decode_pixels(data, least).shape[1:] == expected
+
+
+def test_what_a_gpu_decodes_joins_what_threads_decode():
+    """The path of a GPU with the CPU in its place: positions of a batch are mixed, and some are left to threads."""
+    pytest.importorskip("torchcodec.decoders")
+    preparation = Preparation(set_image_size(ViTImageProcessor(), 32), exact=False)
+    pipeline, cpu = ImagePipeline(preparation, None, 2), torch.device("cpu")
+    png = BytesIO()
+    Image.new("RGB", (30, 40), (200, 30, 60)).save(png, "PNG")
+    values = [png.getvalue(), JPEGS["rgb"], JPEGS["orientation_6"], JPEGS["grey"], JPEGS["progressive"]]
+    kept = {}
+    for chosen, positions, there in (
+        (values, np.array([4, 2, 0, 1, 3]), [1, 3, 4]),
+        ([values[1], values[3], values[4]], np.array([2, 0, 1]), [0, 1, 2]),
+    ):
+        batch = HostBatch.allocate(np.arange(len(chosen)), pipeline.length, 0, cpu)
+        done = pipeline.decode_on_gpu(batch, positions, chosen, cpu, lambda i, image: kept.update({i: image}))
+        left = np.delete(np.arange(len(chosen)), done)
+        assert pipeline.decode_into(batch, positions[left], [chosen[i] for i in left]) == []
+        pixels = batch.pixels_on(cpu)
+        for i, value in enumerate(chosen):
+            expected = pipeline.decode(value)
+            assert (pixels[positions[i]].int() - torch.from_numpy(expected.pixels).int()).abs().max() <= 2
+            assert batch.ratios[positions[i]] == pytest.approx(expected.ratio)
+            if i in done:
+                assert kept[i].content == expected.content
+                assert kept[i].ratio == pytest.approx(expected.ratio)
+        assert sorted(done) == there

@@ -1,5 +1,7 @@
 """What is kept of an image is what its processor makes of it, and batches are finished as it does."""
 
+from io import BytesIO
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from test_transforms import PROCESSORS
 from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import MobileViTImageProcessor, PPLCNetImageProcessor, ViTImageProcessor
 
-from entame_hf.data import Preparation, evaluation_transform, set_image_size
+from entame_hf.data import Preparation, decode_pixels, evaluation_transform, set_image_size
 from entame_hf.data.resampling import crop_and_resize
 
 ALL = {**PROCESSORS, "mobilevit": MobileViTImageProcessor(), "pplcnet": PPLCNetImageProcessor()}
@@ -93,3 +95,21 @@ def test_what_cannot_be_split_is_done_whole(image):
     )
     with pytest.raises(ValueError, match="augmentation=flip"):
         Preparation(processor, whole=True)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_large_jpegs_are_decoded_at_reduced_scale_for_training_alone(image, whole):
+    buffer = BytesIO()
+    image.resize((1600, 1200)).save(buffer, "JPEG", quality=95)
+    for size, factor in ((224, 2), (64, 8), (700, 1)):
+        processor = set_image_size(ViTImageProcessor(), size)
+        preparation = Preparation(processor, exact=False, whole=whole)
+        pixels = decode_pixels(buffer.getvalue(), preparation.least_size)
+        assert pixels.shape[1:] == (1200 // factor, 1600 // factor)
+        difference = (preparation(pixels).int() - preparation(decode_pixels(buffer.getvalue())).int()).abs()
+        assert difference.float().mean() < 2
+        assert Preparation(processor).least_size is None
+
+
+def test_a_processor_that_gives_other_shapes_reads_all_pixels():
+    assert Preparation(Vignette(), exact=False).least_size is None
