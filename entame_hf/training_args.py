@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, get_args
 
 from accelerate.utils import parse_flag_from_env
@@ -34,8 +36,46 @@ RECIPES: dict[str, dict[str, Any]] = {
 # The fields of `EntameConfig` that an argument sets, by the argument's name.
 CONFIG_FIELDS = {"phi_w": "phi_w", "noise_lambda": "noise_lambda", "znorm_momentum": "momentum", "znorm_sync": "sync"}
 
+_LARGEST, _FINITE, _POSITIVE = 2**31 - 1, sys.float_info.max, math.ulp(0.0)
+
+# The least and the largest value of the options that are numbers.
+BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "eval_delay"), (0, _FINITE)),
+    **dict.fromkeys(("num_train_epochs", "head_lr_multiplier"), (_POSITIVE, _FINITE)),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), (_POSITIVE, _LARGEST)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), (0, 1)),
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), (1, _LARGEST)),
+    **dict.fromkeys(("gradient_accumulation_steps", "informed_samples"), (1, _LARGEST)),
+    **dict.fromkeys(("dataloader_num_workers", "znorm_refresh_samples"), (0, _LARGEST)),
+    **dict.fromkeys(("head_warmup_steps", "energy_logging_steps"), (0, _LARGEST)),
+    # NumPy takes no others.
+    **dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1)),
+    # -1 means num_train_epochs.
+    "max_steps": (-1, _LARGEST),
+    # Infinity measures the norm without clipping.
+    "max_grad_norm": (0, math.inf),
+}
+
+SAVE_DTYPES = ["float32", "bfloat16", "float16"]
+
 # Argument parsers read an option without a value as True.
 FLAG = {"nargs": "?", "const": True}
+
+
+def check_numbers(args: Any, bounds: dict[str, tuple[float, float]] = BOUNDS) -> None:
+    """Make sure that options are numbers within their bounds; one that is `None` is not set.
+
+    Raises:
+        InputError: one is not; the message names what is allowed.
+    """
+    for name, (least, largest) in bounds.items():
+        value = getattr(args, name, None)
+        within = isinstance(value, Real) and least <= float(value) <= largest and (name, value) != ("max_steps", 0)
+        if value is None or within:
+            continue
+        allowed = "positive" if least == _POSITIVE else "-1, or 1 or more" if least == -1 else f"{least} or more"
+        limit = "" if largest == math.inf else ", and finite" if largest == _FINITE else f", and at most {largest}"
+        raise InputError(f"`{name}={value}` must be {allowed}{limit}.")
 
 
 @dataclass
@@ -104,6 +144,10 @@ class HeadArguments:
     informed_samples: int = field(
         default=50_000,
         metadata={"help": "Training images that entame_method=informed fits the head to, before the first step."},
+    )
+    save_dtype: str = field(
+        default="float32",
+        metadata={"help": "Type of the final weights; checkpoints stay float32.", "choices": SAVE_DTYPES},
     )
     energy_logging_steps: int = field(
         default=20,
@@ -205,6 +249,9 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         informed_samples (`int`, *optional*, defaults to 50,000):
             Training images that `entame_method="informed"` fits the head to, before the first step. More are sampled,
             with the classes' proportions.
+        save_dtype (`str`, *optional*, defaults to `"float32"`):
+            `"float32"`, `"bfloat16"` or `"float16"`: the type of the weights that `save_model` writes. Checkpoints
+            that a run resumes from stay float32, and so do running statistics.
         energy_logging_steps (`int`, *optional*, defaults to 20):
             Measure and log the error of so many first steps, see [`EnergyRecorder`], then of the steps whose loss is
             logged. 0 turns it off.
@@ -260,16 +307,13 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             setattr(self, launched, True)
         if self.recipe not in RECIPES:
             raise InputError(f"recipe={self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
+        check_numbers(self)
+        if self.save_dtype not in SAVE_DTYPES:
+            raise InputError(f"`save_dtype={self.save_dtype}` is unknown: use one of {', '.join(SAVE_DTYPES)}.")
         self._fill_schedule()
         super().__post_init__()
         self.entame_config()
         self._check_head_lr()
-        counts = {"head_warmup_steps": "steps", "energy_logging_steps": "steps", "znorm_refresh_samples": "images"}
-        for name, of in counts.items():
-            if (getattr(self, name) or 0) < 0:
-                raise InputError(f"{name}={getattr(self, name)} must be 0 or a number of {of}.")
-        if self.informed_samples < 1:
-            raise InputError(f"informed_samples={self.informed_samples} must be a number of images, such as 50000.")
 
     def _fill_schedule(self) -> None:
         """Take the schedule from the recipe: Trainer reads these fields, so they cannot stay `None`."""
@@ -281,8 +325,6 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             self.warmup_steps = recipe["warmup_steps"]
 
     def _check_head_lr(self) -> None:
-        if self.head_lr_multiplier is not None and not self.head_lr_multiplier > 0:
-            raise InputError(f"head_lr_multiplier={self.head_lr_multiplier} must be positive; 1 is the paper.")
         if self.head_lr is not None and self.head_lr_multiplier is not None:
             raise InputError(
                 f"head_lr={self.head_lr} and head_lr_multiplier={self.head_lr_multiplier} both set the head learning "

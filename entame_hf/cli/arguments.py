@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import datetime
 from difflib import get_close_matches
@@ -13,7 +14,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..data import cores
 from ..errors import InputError
-from ..training_args import EntameTrainingArguments
+from ..training_args import BOUNDS, EntameTrainingArguments, check_numbers
 
 METRICS = ("loss", "accuracy", "accuracy_macro", "f1_macro")
 
@@ -64,14 +65,6 @@ WITHOUT_EFFECT = (
 PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet_ml", "dvclive": "dvclive", "flyte": "flytekit"}
 
 _MODULES = {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
-
-_LEAST = {
-    "learning_rate": 0,
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
-    "dataloader_num_workers": 0,
-    "seed": 0,
-    "patience": 1,
-}
 
 
 def option(default: Any, text: str, *choices: str) -> Any:
@@ -149,13 +142,8 @@ class RunArguments(EntameTrainingArguments):
     def __post_init__(self) -> None:
         self.report_to = self.report_to or ["none"]
         _check_trackers(self.report_to)
+        check_numbers(self, {**BOUNDS, "patience": (1, math.inf)})
         self._follow_evaluations()
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value < float("inf"):
-                raise ValueError(f"`{name}={value}` must be {least} or more, and finite.")
-        if self.max_steps <= 0 and not 0 < self.num_train_epochs < float("inf"):
-            raise ValueError(f"`num_train_epochs={self.num_train_epochs}` must be a positive number: try 10.")
         metric = (self.metric_for_best_model or "loss").removeprefix("eval_")
         if metric not in METRICS:
             raise ValueError(f"`metric_for_best_model={metric}` is not measured: use {', '.join(METRICS)}.")

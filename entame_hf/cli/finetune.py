@@ -19,7 +19,7 @@ from .data_arguments import DataArguments
 from .launch import options_named
 from .model import load_classifier
 from .options import OptionParser
-from .output_folder import check_output_dir, last_checkpoint
+from .output_folder import check_output_dir, given_for_run, last_checkpoint
 from .training import build_trainer, prepare_data, run
 
 INPUTS = ("model_name_or_path", "dataset_name", "data_dir")
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
     """
     parser = training_parser("Fine-tune an image classifier with ENTAME.")
     with options_named(parser.named):
-        given = parser.given(argv)
+        given = given_for_run(parser, argv)
         if given.get("inspect"):
             from .inspect import inspect
 
@@ -57,17 +57,17 @@ def finetune(parser: OptionParser, given: dict[str, Any]) -> None:
     check_given(model_args, data_args, args)
     set_up(args)
     check_output_dir(args, *(given.get(name) for name in INPUTS))
-    args.resume_from_checkpoint = last_checkpoint(args)
-    splits = load_data(model_args, data_args, args)
-    model, data = load(splits, model_args, data_args, args)
-    trainer = build_trainer(model, data, args, given, data_args.loss_weights(data.train))
-    trainer.card_options = {
-        "dataset_tags": data_args.dataset_name,
-        "dataset_args": data_args.dataset_config_name,
-        "dataset": data_args.data_dir,
-    }
     # Until the end, and before anything of an older run is removed.
     with locked_output_dir(str(args.output_dir), args.should_save):
+        args.resume_from_checkpoint = last_checkpoint(args)
+        splits = load_data(model_args, data_args, args)
+        model, data = load(splits, model_args, data_args, args)
+        trainer = build_trainer(model, data, args, given, data_args.loss_weights(data.train))
+        trainer.card_options = {
+            "dataset_tags": data_args.dataset_name,
+            "dataset_args": data_args.dataset_config_name,
+            "dataset": data_args.data_dir,
+        }
         run(trainer, data.test, splits)
 
 

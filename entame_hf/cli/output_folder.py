@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +13,13 @@ import yaml
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from ..errors import InputError
-from ..trainer import check_writable, find_checkpoint, same_on_all, used_options, write_file, write_text
+from ..trainer import check_writable, find_checkpoint, same_on_all, used_options, write_text
+from .options import OptionParser
+
+logger = logging.get_logger(__name__)
 
 RUN_FILE = "run.yaml"
 
@@ -40,6 +44,24 @@ _FILES = (
 _NOT_KEPT = ("hub_token", "inspect", "overwrite", "resume_from_checkpoint")
 
 _PATHS = ("data_dir", "dataset_name", "model_name_or_path", "output_dir")
+
+
+def given_for_run(parser: OptionParser, argv: list[str]) -> dict[str, Any]:
+    """Find the values that a command line sets; the `run.yaml` of a run that was moved means the folder it lies in.
+
+    Args:
+        parser ([`OptionParser`]): the command's.
+        argv (`list[str]`): its arguments.
+    """
+    given = parser.given(argv)
+    file = Path(argv[0]) if argv else Path()
+    here, before = file.parent, given.get("output_dir")
+    is_run = file.name == RUN_FILE and any(path.name != RUN_FILE for path in _left_behind(here))
+    if is_run and before and Path(before).resolve() != here.resolve() and "output_dir" not in parser.given(argv[1:]):
+        given["output_dir"] = str(here)
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(f"{file} was moved from {before}: the run writes to {here}. Give `output_dir` for another.")
+    return given
 
 
 def check_output_dir(args: TrainingArguments, model: str | None = None, *data: str | None) -> None:
@@ -97,12 +119,6 @@ class ClaimFolder(TrainerCallback):
         self.options, self.draw_batch = options, draw_batch
         self._is_claimed = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if not _left_behind(Path(str(args.output_dir))):
-            self._draw(args, state)
-
     # The first is called before a checkpoint of that step is written.
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -119,17 +135,11 @@ class ClaimFolder(TrainerCallback):
             else:
                 options = used_options(self.options, args)
             save_options(folder, options)
-        self._draw(args, state)
+            if self.draw_batch is not None and args.resume_from_checkpoint is None:
+                self.draw_batch(folder / BATCH_FILE)
         if args.world_size > 1:
             # Others would save the first checkpoint into a folder that is being emptied.
             args.distributed_state.wait_for_everyone()
-
-    def _draw(self, args: TrainingArguments, state: TrainerState) -> None:
-        draw, self.draw_batch = self.draw_batch, None
-        if draw is not None and state.is_world_process_zero and args.resume_from_checkpoint is None:
-            folder = Path(str(args.output_dir))
-            folder.mkdir(parents=True, exist_ok=True)
-            draw(folder / BATCH_FILE)
 
 
 def save_options(folder: Path, options: dict[str, Any]) -> None:
@@ -145,19 +155,6 @@ def save_options(folder: Path, options: dict[str, Any]) -> None:
             kept[name] = str(Path(str(kept[name])).absolute())
     text = f"# entame finetune {folder / RUN_FILE} --resume_from_checkpoint last\n"
     write_text(folder / RUN_FILE, text + yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
-
-
-def save_results(folder: Path, split: str, metrics: dict[str, float]) -> None:
-    """Write an evaluation or a training to `{split}_results.json`, and add it to `all_results.json`."""
-    file = folder / "all_results.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    for path, values in ((folder / f"{split}_results.json", metrics), (file, {**known, **metrics})):
-        write_text(path, json.dumps(values, indent=4, sort_keys=True) + "\n")
-
-
-def save_state(folder: Path, state: TrainerState) -> None:
-    """Write the trainer's state, with its log history."""
-    write_file(folder / TRAINER_STATE_NAME, lambda path: state.save_to_json(str(path)))
 
 
 def last_checkpoint(args: TrainingArguments) -> str | None:

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..data import Splits, StreamingDataset, find_duplicates, output_size, write_skipped_images
 from ..patch import class_names
-from ..trainer import EntameTrainer
+from ..trainer import EntameTrainer, write_file
 from .console import best_evaluation, duration, say, scores
-from .output_folder import RUN_FILE, write_file
+from .output_folder import RUN_FILE
 
 
 def introduction(trainer: EntameTrainer) -> str:

@@ -33,7 +33,7 @@ from .arguments import ModelArguments, RunArguments
 from .console import Console, Patience, say
 from .data_arguments import DataArguments
 from .model import check_input_size
-from .output_folder import ClaimFolder, save_results, save_state
+from .output_folder import ClaimFolder
 from .report import draw_batch, introduction, report_images, resume_command, summary
 
 
@@ -138,10 +138,9 @@ def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[s
         found = {"train": result.metrics, "eval": trainer.evaluate()}
         if test is not None:
             found["test"] = trainer.evaluate(test, metric_key_prefix="test")
-        if trainer.is_world_process_zero():
-            for split, metrics in found.items():
-                save_results(folder, split, metrics)
-            save_state(folder, trainer.state)
+        for split, metrics in found.items():
+            trainer.save_metrics(split, metrics)
+        trainer.save_state()
         trainer.create_model_card()
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any
 
 import datasets
@@ -15,6 +17,7 @@ from xxhash import xxh3_64
 
 from .columns import label_values
 from .dataset import ClassificationDataset
+from .streaming import StreamingDataset
 
 
 def known_labels(dataset: Any) -> NDArray[np.int64] | None:
@@ -48,7 +51,7 @@ def known_labels(dataset: Any) -> NDArray[np.int64] | None:
     return found.astype(np.int64) if is_index and has_length(dataset) and len(found) == len(dataset) else None
 
 
-def fingerprint(dataset: Any) -> dict[str, Any] | None:
+def fingerprint(dataset: Any) -> dict[str, Any]:
     """Describe which examples a dataset has, in their order.
 
     It does not depend on the folder or the machine that they lie on.
@@ -57,7 +60,8 @@ def fingerprint(dataset: Any) -> dict[str, Any] | None:
         dataset (dataset): any dataset; of one that is not known, the number of examples is described.
 
     Returns:
-        `dict` or `None`: `examples`, their number, and `hash`; `None` for a stream.
+        `dict`: `examples`, their number, and `hash`, `None` if nothing else is known. Of a stream, what is known of
+            `dataset`, `columns` and `files`.
 
     Example:
 
@@ -67,14 +71,45 @@ def fingerprint(dataset: Any) -> dict[str, Any] | None:
     ```
     """
     if not has_length(dataset):
-        return None
-    digest = xxh3_64()
+        return _stream(dataset.dataset if isinstance(dataset, StreamingDataset) else dataset)
     labels = known_labels(dataset)
-    if labels is not None:
-        digest.update(labels.tobytes())
-    for values in _images(dataset):
-        digest.update(values)
-    return {"examples": len(dataset), "hash": digest.hexdigest()}
+    known = [*([] if labels is None else [labels.tobytes()]), *_images(dataset)]
+    return {"examples": len(dataset), "hash": _hash(known) if known else None}
+
+
+def _stream(dataset: Any) -> dict[str, Any]:
+    if not isinstance(dataset, datasets.IterableDataset):
+        return {}
+    info, split = dataset.info, str(dataset.split)
+    counts = [str(s.num_examples) for name, s in (info.splits or {}).items() if name == split and s.num_examples]
+    files = _files(dataset)
+    found = {
+        "dataset": " ".join(filter(None, [info.dataset_name, info.config_name, str(info.version), split, *counts])),
+        "columns": str(dataset.features),
+        "files": f"{len(files)} ({_hash(files)})" if files else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _files(source: Any) -> list[bytes]:
+    """List what a stream reads: repository, revision and path, or the ends of paths and the sizes of local files."""
+    if isinstance(source, str):
+        size = os.path.getsize(source) if os.path.isfile(source) else ""
+        return [source.encode() if "://" in source else _ends([source]) + f" {size}".encode()]
+    if isinstance(source, datasets.IterableDataset):
+        return _files(source._ex_iterable)
+    if isinstance(source, dict | list | tuple):
+        return [file for part in (source.values() if isinstance(source, dict) else source) for file in _files(part)]
+    # Iterables that wrap one or several others, down to what reads files.
+    parts = (getattr(source, name, None) for name in ("ex_iterable", "ex_iterables", "kwargs"))
+    return [file for part in parts if part is not None for file in _files(part)]
+
+
+def _hash(values: Iterable[bytes]) -> str:
+    digest = xxh3_64()
+    for value in values:
+        digest.update(value)
+    return digest.hexdigest()
 
 
 def _images(dataset: Any) -> list[bytes]:

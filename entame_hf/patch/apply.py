@@ -18,8 +18,17 @@ from ..heads import Head, Leaf, base_model, disagreement, find_heads, has_adapte
 from ..layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 from .fold import check_forward, fold_leaf, to_stock, to_znorm
 from .gathering import gathered_parameters, is_zero3_sharded, reshard
-from .saving import patch_save_pretrained
-from .state import clear_config, clear_entame_state, has_config, has_learned, is_saved_head, set_config
+from .saving import lora_on_normalised, patch_save_pretrained
+from .state import (
+    clear_config,
+    clear_entame_state,
+    frozen_head,
+    has_config,
+    has_learned,
+    is_saved_head,
+    set_config,
+    start_check,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -134,6 +143,8 @@ def _note(head: Head, config: EntameConfig, trained: bool) -> None:
     set_config(head.module, config)
     if trained:
         vars(head.module)["entame_trained"] = True
+    elif config.init != "keep" and not head.path.endswith(".base_layer"):
+        start_check(head.path, head.module)
 
 
 def _must_rebuild(base: nn.Module, heads: list[Head], config: EntameConfig, num_labels: int) -> bool:
@@ -176,11 +187,7 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
         raise InputError(f"{path} is sharded already: apply ENTAME first, then shard the model.")
     # An adapter on a frozen head learns in its place.
     if config.init != "keep" and not leaf.weight.requires_grad and not head.path.endswith(".base_layer"):
-        raise InputError(
-            f"{path} is frozen (requires_grad=False), so a new head could not learn. Type "
-            f'model.get_submodule("{head.path}").requires_grad_(True); with peft, name it in modules_to_save; or keep '
-            'it: EntameConfig.for_method("keep").'
-        )
+        raise InputError(frozen_head(head.path))
     if is_zero3_sharded(leaf) and num_labels is not None:
         raise InputError(
             f"{path} is sharded by DeepSpeed already. Rebuild it while the model is loaded: "
@@ -200,10 +207,7 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
     if config.feature_norm or isinstance(leaf, ZNormLeaf):
         check_forward(head.path, leaf)
     if config.feature_norm and head.path.endswith(".base_layer"):
-        raise InputError(
-            f"{path} is adapted by LoRA, which would read features that are not normalised. Name the head in "
-            "modules_to_save instead of target_modules."
-        )
+        raise InputError(lora_on_normalised(head.path))
     if carried and leaf.bias is None:
         raise InputError(
             f"{path} has no bias, so what it has learned cannot be carried over to normalised features. "

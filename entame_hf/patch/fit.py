@@ -17,7 +17,7 @@ from ..layers import ZNormLeaf
 from .features import HeadFeatures, collect_features, sum_over_ranks
 from .gathering import is_sharded
 from .ridge import Ridge, fit_ridge
-from .state import applied_config, has_trained_head
+from .state import applied_config, has_trained_head, stop_check
 
 logger = logging.get_logger(__name__)
 
@@ -143,6 +143,7 @@ def fit_to_features(
             blind=leaf.bias is None and not isinstance(leaf, ZNormLeaf),
         )
         _write(leaf, ridge, mean, var, std)
+        stop_check(leaf)
         fits.append(HeadFit(head.path, ridge.samples, ridge.accuracy, ridge.alpha))
     return fits
 

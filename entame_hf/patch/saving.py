@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import InputError
 from ..heads import has_adapters, is_peft, leaves, timm_model, wrapped_models
+from ..layers import ZNormLeaf
 from .fold import folded, stock_state_dict
 from .gathering import is_sharded, reshard
-from .state import differs_from_checkpoint
+from .state import check_learns, differs_from_checkpoint, stop_check
 
 
 def patch_save_pretrained(model: nn.Module) -> None:
@@ -38,6 +39,9 @@ def _save_pretrained(
 ) -> Any:
     if has_adapters(model):
         _check_adapter(model)
+    for path, leaf in leaves(model):
+        check_learns(head_name(path), leaf)
+    if has_adapters(model):
         # peft names what it writes by its layers' own state dicts.
         with folded(model):
             return type(model).save_pretrained(model, save_directory, *args, **kwargs)
@@ -64,6 +68,14 @@ def _check_adapter(model: nn.Module) -> None:
             )
 
 
+def lora_on_normalised(path: str) -> str:
+    """Write the message for LoRA around a head over normalised features."""
+    return (
+        f"`{head_name(path)}` is adapted by LoRA, which would read features that are not normalised. Name the head in "
+        "modules_to_save instead of target_modules."
+    )
+
+
 def head_name(path: str) -> str:
     """Get the name of a head, as peft's `modules_to_save` takes it, from a path through peft's layers."""
     steps = path.split(".")
@@ -80,12 +92,16 @@ def _watch_adapters() -> None:
 
 
 def _on_registration(module: nn.Module, name: str, submodule: Any) -> None:
-    """Make what peft wraps a model in save folded adapters too, and refuse adapters that freeze an untrained head."""
+    """Make what peft wraps a model in save folded adapters too, and refuse adapters that freeze a new head."""
+    if name == "base_layer" and is_peft(module):
+        stop_check(submodule)
     if name != "base_model" or not is_peft(module) or not hasattr(type(module), "save_pretrained"):
         return
     heads = [(path, leaf) for path, leaf in leaves(submodule) if differs_from_checkpoint(leaf)]
-    for path, _ in heads:
+    for path, leaf in heads:
         steps = path.split(".")
+        if isinstance(leaf, ZNormLeaf) and steps[-1] == "base_layer":
+            raise InputError(lora_on_normalised(path))
         if "modules_to_save" not in steps and steps[-1] != "base_layer":
             raise InputError(
                 f"`{head_name(path)}` would be frozen by this adapter, and not be saved with it, although ENTAME has "

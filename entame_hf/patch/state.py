@@ -8,6 +8,8 @@ On each head, so that it disappears with the head:
   read from the head itself. Folding removes it.
 - `entame_trained` (`bool`): True if a new head would wipe what this one has learned, False if a new one is wanted.
   Without it, a randomly drawn head has learned something once its bias is not zero.
+- `entame_check`: the handle of a hook that refuses the first training forward of a new head that was frozen since.
+  That forward, LoRA around the head and folding remove it.
 - `_load_from_state_dict`: removes these notes, and itself, when the weights of a stock or folded head are loaded.
 
 On the model given, on the model inside it and on a `PeftModel` around it:
@@ -27,6 +29,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -46,6 +49,7 @@ def set_config(leaf: Leaf, config: EntameConfig) -> None:
 
 def clear_config(leaf: nn.Module) -> None:
     """Remove what [`set_config`] noted on a head."""
+    stop_check(leaf)
     for name in ("entame_config", "_load_from_state_dict"):
         vars(leaf).pop(name, None)
 
@@ -57,6 +61,46 @@ def _load_from_state_dict(leaf: Any, state_dict: dict[str, Any], prefix: str, *a
         clear_config(leaf)
         for name in ("entame_trained", "_is_hf_initialized"):
             vars(leaf).pop(name, None)
+
+
+def start_check(path: str, leaf: Leaf) -> None:
+    """Refuse a new head in its first training forward if it is frozen by then."""
+    stop_check(leaf)
+    vars(leaf)["entame_check"] = leaf.register_forward_pre_hook(partial(_check_forward, path))
+
+
+def stop_check(leaf: nn.Module) -> None:
+    """End what [`start_check`] began: an adapter learns in the head's place, or the head has learned."""
+    handle = vars(leaf).pop("entame_check", None)
+    if handle is not None:
+        handle.remove()
+
+
+def _check_forward(path: str, leaf: Any, args: Any) -> None:
+    if leaf.training and torch.is_grad_enabled():
+        check_learns(path, leaf)
+        if not torch.compiler.is_compiling():
+            stop_check(leaf)
+
+
+def check_learns(path: str, leaf: Leaf) -> None:
+    """Make sure that a new head can learn, or has learned.
+
+    Raises:
+        InputError: it is frozen as it was drawn.
+    """
+    learned = leaf.weight.requires_grad or vars(leaf).get("entame_trained") or _has_bias(leaf)
+    if "entame_check" in vars(leaf) and not learned:
+        raise InputError(frozen_head(path))
+
+
+def frozen_head(path: str) -> str:
+    """Write the message for a new head that is frozen."""
+    return (
+        f"`{path}` is frozen (requires_grad=False), so a new head could not learn. Type "
+        f'model.get_submodule("{path}").requires_grad_(True); with peft, name it in modules_to_save; or keep it: '
+        'EntameConfig.for_method("keep").'
+    )
 
 
 def head_config(leaf: nn.Module) -> EntameConfig | None:
@@ -114,9 +158,13 @@ def has_learned(leaf: Leaf) -> bool:
     if trained is not None:
         return trained
     config = head_config(leaf)
-    # Biases are drawn as zero. A fitted head may have others.
-    random = config is not None and config.init in ("mei", "he_fan_out")
-    return random and leaf.bias is not None and bool(leaf.bias.detach().any())
+    # A fitted head starts with a bias.
+    return config is not None and config.init in ("mei", "he_fan_out") and _has_bias(leaf)
+
+
+def _has_bias(leaf: Leaf) -> bool:
+    """Check whether a head's bias is not zero any more, as it was drawn."""
+    return leaf.bias is not None and bool(leaf.bias.detach().any())
 
 
 def has_trained_head(model: nn.Module) -> bool:

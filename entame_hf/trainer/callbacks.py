@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from accelerate.utils import set_seed
@@ -31,7 +32,8 @@ class OwnRandomness(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if args.process_index > 0:
-            set_seed(args.seed, device_specific=True)
+            # NumPy takes no larger seeds.
+            set_seed((args.seed + args.process_index) % 2**32)
 
 
 class EarlyEvaluation(TrainerCallback):
@@ -59,10 +61,10 @@ class FiniteCheck(TrainerCallback):
     """Stop a training whose loss or weights are not finite any more, before anything of it is saved.
 
     It looks at each logged loss, and at the weights whenever a loss is logged, before each checkpoint and at the end.
-    With fp16, loss scaling may skip steps; the loss counts once it skips all of them.
+    With fp16, loss scaling may skip steps, whose loss does not count; the training stops once it skips all of them.
 
     Args:
-        trainer ([`EntameTrainer`]): its loss scaling is read.
+        trainer ([`EntameTrainer`]): its precision and loss scaling are read.
 
     Raises:
         NonFiniteError: the message says after which step, and what to try.
@@ -75,10 +77,12 @@ class FiniteCheck(TrainerCallback):
         loss = (kwargs.get("logs") or {}).get("loss")
         if loss is None:
             return
-        scaler = self.trainer.accelerator.scaler
-        # A step that was skipped leaves its loss in Trainer's sum; a scale that has vanished skips all steps.
-        steps = scaler is not None and scaler.get_scale() > _VANISHED
-        check_finite(kwargs["model"], args, state, 0.0 if steps else loss)
+        accelerator = self.trainer.accelerator
+        if accelerator.mixed_precision == "fp16":
+            # DeepSpeed stops by itself once its scale has vanished.
+            vanished = accelerator.scaler is not None and accelerator.scaler.get_scale() < _VANISHED
+            loss = math.nan if vanished else 0.0
+        check_finite(kwargs["model"], args, state, loss)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

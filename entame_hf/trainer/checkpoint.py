@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ..config import EntameConfig
 from ..errors import InputError
-from ..heads import find_heads, is_peft
+from ..heads import TIMM_PREFIX, base_model, find_heads, is_peft
 from ..patch import (
     applied_config,
     describe_adaptation,
@@ -28,6 +28,7 @@ from ..patch import (
     shareable_config,
     stock_state_dict,
 )
+from .files import write_text
 
 logger = logging.get_logger(__name__)
 
@@ -45,12 +46,35 @@ def save_trained(trainer: Any, folder: Path, state_dict: dict[str, Tensor] | Non
     config, rate = applied_config(trainer.model), trainer.args.learning_rate
     record = describe_adaptation(trainer.model, trainer.head_args.entame_method, rate, trainer.head_rates.record())
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    stock, dtype = stock_state_dict(trainer.model, state_dict), trainer.head_args.save_dtype
+    if dtype != "float32":
+        buffers = {name.removeprefix(TIMM_PREFIX) for name, _ in base_model(model).named_buffers()}
+        stock, dtype = _in_half_precision(stock, buffers, dtype)
     with shareable_config(trainer.model, record):
-        save_stock_model(model, folder, stock_state_dict(trainer.model, state_dict))
+        save_stock_model(model, folder, stock)
+    if dtype != "float32" and (folder / CONFIG_NAME).is_file():
+        # transformers writes the type of the model in memory, which plain from_pretrained loads.
+        config_file = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        write_text(folder / CONFIG_NAME, json.dumps({**config_file, "dtype": dtype}, indent=2) + "\n")
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(folder)
     if config:
         save_head_state(trainer.model, config, folder, state_dict)
+
+
+def _in_half_precision(state: dict[str, Tensor], buffers: set[str], dtype: str) -> tuple[dict[str, Tensor], str]:
+    """Convert weights, but not running statistics; none if one of them would overflow."""
+    kind = getattr(torch, dtype)
+    changed = {name for name, tensor in state.items() if tensor.is_floating_point()} - buffers
+    found = {name: tensor.to(kind) if name in changed else tensor for name, tensor in state.items()}
+    for name in changed:
+        if not found[name].isfinite().all():
+            logger.warning(
+                f"`save_dtype={dtype}` cannot hold {name}, up to {float(state[name].abs().max()):.3g}: the model is "
+                "saved in float32. Use `save_dtype=bfloat16`."
+            )
+            return state, "float32"
+    return found, dtype
 
 
 def save_head_state(
@@ -164,7 +188,6 @@ def load_weights(model: nn.Module, folder: str | Path) -> bool:
     if not isinstance(model, PreTrainedModel):
         return False
     try:
-        # Wide enough for every tensor of a model of mixed precision.
         # Wide enough for every tensor of a model of mixed precision.
         wide = torch.promote_types(model.dtype, torch.float32)
         loaded: Any = type(model).from_pretrained(folder, dtype=wide, output_loading_info=True)

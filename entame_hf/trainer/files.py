@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import errno
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from ..errors import InputError, RunError
 
-# No space, no quota, or a file that is too large.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+logger = logging.get_logger(__name__)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -71,14 +72,18 @@ def make_output_dir(args: TrainingArguments) -> None:
 
 
 @contextmanager
-def explained_full_disk(folder: Path) -> Iterator[None]:
-    """Name the disk and what to do if it is full: the libraries name neither."""
+def explained_write_errors(folder: Path) -> Iterator[None]:
+    """Name the folder, and what to do, if it cannot be written to: the libraries name neither.
+
+    Raises:
+        RunError: the disk is full, or the folder is gone or read-only.
+    """
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
         # In the order of the three: Python's, torch's and safetensors' ways of saying it.
         by_torch = "inline_container" in str(error)
-        if not (getattr(error, "errno", None) in FULL or by_torch or "I/O error" in str(error)):
+        if not (getattr(error, "errno", None) or by_torch or "I/O error" in str(error)):
             raise
         free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free / 1e6
         reason = "torch.save could not finish" if by_torch else str(error).rstrip(".")
@@ -86,3 +91,25 @@ def explained_full_disk(folder: Path) -> Iterator[None]:
             f"{folder} could not be written: {reason}. {free:.0f} MB are free there. Earlier checkpoints are intact: "
             "make room, and resume with `resume_from_checkpoint=last` (True in Python)."
         ) from error
+
+
+def save_metrics(folder: Path, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    """Write the metrics of a split to `{split}_results.json`, and add them to `all_results.json`."""
+    files = {f"{split}_results.json": metrics}
+    if combined:
+        files["all_results.json"] = {**_known_results(folder / "all_results.json"), **metrics}
+    for name, values in files.items():
+        write_text(folder / name, json.dumps(values, indent=4, sort_keys=True))
+
+
+def _known_results(file: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        known = None
+    if not isinstance(known, dict):
+        logger.warning(f"{file} is damaged: it is written anew.")
+        return {}
+    return known

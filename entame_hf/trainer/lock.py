@@ -6,13 +6,14 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from transformers.utils import logging
 
 from ..errors import InputError
-from .files import check_writable
+from .files import check_writable, explained_write_errors
 
 logger = logging.get_logger(__name__)
 
@@ -24,6 +25,8 @@ _held: set[Path] = set()
 @contextmanager
 def locked_output_dir(folder: str | Path, is_writer: bool = True) -> Iterator[None]:
     """Hold an output folder for this process while this context lasts; if the process dies, the system lets go of it.
+
+    Input that is refused within leaves the folder as it was; one that was made for it is removed.
 
     Args:
         folder (`str` or `Path`): the run's output folder; it is made if it is missing.
@@ -37,30 +40,52 @@ def locked_output_dir(folder: str | Path, is_writer: bool = True) -> Iterator[No
         yield
         return
     check_writable(place)
-    place.mkdir(parents=True, exist_ok=True)
-    with (place / LOCK_FILE).open("a+") as file:
-        try:
-            # Not on Windows.
-            import fcntl
-
-            # The lock of a process and not of an open file: a worker that is forked does not hold it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise InputError(
-                f"`output_dir={folder}` is in use by {_holder(place)}. Wait for it to end, or give another "
-                "`output_dir`."
-            ) from error
-        except (ImportError, OSError) as error:
-            logger.warning(f"{place} cannot be locked ({error}): start no second run there.")
-        file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
-        file.flush()
+    lock, made = place / LOCK_FILE, [path for path in (place, *place.parents) if not path.exists()]
+    with explained_write_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+        is_new = not lock.exists()
+        file = lock.open("a+")
+    with file:
+        _lock(file, folder, place)
+        file.seek(0)
+        before, left = file.read(), ""
+        with explained_write_errors(place):
+            _replace(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
         _held.add(place)
         try:
             yield
+        except InputError:
+            left = before
+            if is_new:
+                lock.unlink(missing_ok=True)
+                for path in made:
+                    with suppress(OSError):
+                        path.rmdir()
+            raise
         finally:
             _held.discard(place)
-            file.truncate(0)
+            _replace(file, left)
+
+
+def _replace(file: TextIO, text: str) -> None:
+    file.truncate(0)
+    file.write(text)
+    file.flush()
+
+
+def _lock(file: TextIO, folder: str | Path, place: Path) -> None:
+    try:
+        # Not on Windows.
+        import fcntl
+
+        # The lock of a process and not of an open file: a worker that is forked does not hold it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise InputError(
+            f"`output_dir={folder}` is in use by {_holder(place)}. Wait for it to end, or give another `output_dir`."
+        ) from error
+    except (ImportError, OSError) as error:
+        logger.warning(f"{place} cannot be locked ({error}): start no second run there.")
 
 
 def _holder(place: Path) -> str:

@@ -104,6 +104,30 @@ class CustomLoss:
         )
 
 
+class OverflowFilter:
+    """Keep losses that overflowed in float16 out of Trainer's running sum, which would be NaN for ever after.
+
+    Loss scaling skips the steps that they are of, so the logged mean is over the others: NaN if there are none.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Tensor | None = None
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        """Replace a micro-batch's loss by 0 if it is not finite."""
+        finite = loss.isfinite()
+        counts = torch.stack([torch.ones_like(loss), finite.to(loss)])
+        self._counts = counts if self._counts is None else self._counts + counts
+        return torch.where(finite, loss, 0.0)
+
+    def correct(self, mean: float) -> float:
+        """Turn the mean over all micro-batches since the last call into the mean over the finite ones."""
+        if self._counts is None:
+            return mean
+        (total, finite), self._counts = self._counts.tolist(), None
+        return mean * total / finite if finite else math.nan
+
+
 def read_class_weights(weights: Any, model: Any, classes: int) -> Tensor:
     """Convert class weights to a tensor.
 

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from logging import ERROR, getLogger
+from logging import ERROR, StreamHandler, getLogger
 from pathlib import Path
 
 import torch.distributed as dist
@@ -62,14 +62,20 @@ def set_log_level(args: TrainingArguments) -> None:
     """Let `log_level` reach this package's loggers, and let the main process alone warn.
 
     Args:
-        args (`TrainingArguments`): with `log_level="passive"`, the main process keeps the level that was set.
+        args (`TrainingArguments`):
+            With `log_level="passive"`, the main process keeps the level that was set, or a lower one of transformers.
     """
     ours = getLogger(__name__.partition(".")[0])
+    if not ours.hasHandlers():
+        # As transformers' own; Python shows nothing below a warning without one.
+        ours.addHandler(StreamHandler())
     level = args.get_process_log_level()
     if args.process_index > 0:
         ours.setLevel(ERROR if args.log_level_replica == "warning" else level)
     elif args.log_level != "passive":
         ours.setLevel(level)
+    elif logging.get_verbosity() < ours.getEffectiveLevel():
+        ours.setLevel(logging.get_verbosity())
 
 
 def share_buffers(model: nn.Module) -> None:

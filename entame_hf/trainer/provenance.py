@@ -14,6 +14,7 @@ from ..data import ClassificationDataset, StreamingDataset, fingerprint, known_l
 from ..errors import InputError, printable
 from ..heads import base_model, num_classes, timm_model
 from ..patch import class_names
+from ..training_args import check_numbers
 from .files import write_text
 from .labels import too_few_classes
 from .schedule import explain_optimizer_errors
@@ -63,8 +64,16 @@ def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
                 "options are the same."
             )
         else:
-            _refuse_others(checkpoint, saved["facts"], facts)
-            _restore(trainer, checkpoint, saved["options"])
+            try:
+                _refuse_others(checkpoint, saved["facts"], facts)
+                _restore(trainer, checkpoint, saved["options"])
+                check_numbers(trainer.args)
+            except InputError:
+                raise
+            # Values of other types than a run writes.
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise InputError(_damaged(Path(checkpoint, PROVENANCE))) from error
+            _name_unknown(facts)
     return {"facts": facts, "options": _options(trainer)}
 
 
@@ -187,7 +196,11 @@ def _read(file: Path) -> Any:
             return saved
     except (ValueError, KeyError, TypeError):
         pass
-    raise InputError(f"{file} is damaged. Resume from another checkpoint, `resume_from_checkpoint=FOLDER`.")
+    raise InputError(_damaged(file))
+
+
+def _damaged(file: Path) -> str:
+    return f"{file} is damaged. Resume from another checkpoint, `resume_from_checkpoint=FOLDER`."
 
 
 def _refuse_others(checkpoint: str, saved: Options, facts: Options) -> None:
@@ -201,6 +214,20 @@ def _refuse_others(checkpoint: str, saved: Options, facts: Options) -> None:
         raise InputError(
             f"{checkpoint} was trained on something else. {'; '.join(differences)}. Resume with the same, or start a "
             "new run in another `output_dir`."
+        )
+
+
+def _name_unknown(facts: Options) -> None:
+    """Say which examples cannot be compared with a checkpoint's."""
+    known = {"training": facts["training examples"]}
+    evaluated = facts["evaluation examples"]
+    several = evaluated is not None and all(isinstance(value, dict) for value in evaluated.values())
+    known |= evaluated if several else {"evaluation": evaluated}
+    described = {name: value.get("hash") or value.get("files") for name, value in known.items() if value is not None}
+    if names := [name for name, value in described.items() if not value]:
+        logger.warning(
+            f"The {' and '.join(names)} examples have no labels, names or files that could be compared with the "
+            "checkpoint's: make sure that they are the same."
         )
 
 

@@ -199,7 +199,7 @@ def _padded(evaluation: Evaluation, classes: int) -> Evaluation:
 
 
 def _training(trainer: Any) -> dict[str, Any]:
-    args, train = trainer.args, trainer.train_dataset
+    args, train, dtype = trainer.args, trainer.train_dataset, trainer.head_args.save_dtype
     runtimes = [entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry]
     device = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else args.device.type.upper()
     return {
@@ -208,6 +208,7 @@ def _training(trainer: Any) -> dict[str, Any]:
         "image size": _image_size(trainer.processing_class),
         "augmentation": _augmentation(train),
         "hardware": f"{args.world_size} × {device}" + (f", {cores()} cores" if args.device.type == "cpu" else ""),
+        "weights": None if dtype == "float32" else f"saved in {dtype}, evaluated in float32",
         "duration": _duration(runtimes[-1]) if runtimes else None,
     }
 

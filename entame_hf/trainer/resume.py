@@ -9,9 +9,9 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from numbers import Real
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import transformers
 from safetensors import SafetensorError, safe_open
@@ -25,7 +25,7 @@ from transformers.utils import logging
 from xxhash import xxh3_64
 
 from ..errors import InputError, NonFiniteError
-from .files import explained_full_disk, write_text
+from .files import explained_write_errors, write_text
 from .provenance import save_provenance
 
 logger = logging.get_logger(__name__)
@@ -76,13 +76,23 @@ def _damaged_state(file: Path) -> str | None:
         return f"{TRAINER_STATE_NAME} is no JSON"
     if not isinstance(state, dict) or not isinstance(state.get("global_step"), int):
         return f"{TRAINER_STATE_NAME} does not say after which step it was written"
-    unknown = sorted(state.keys() - {field.name for field in fields(TrainerState)})
-    if unknown:
+    # Saved as a dictionary.
+    kinds = {**get_type_hints(TrainerState), "stateful_callbacks": dict | None}
+    if unknown := sorted(state.keys() - kinds):
         return (
             f"{TRAINER_STATE_NAME} has keys that transformers {transformers.__version__} does not know "
             f"({', '.join(unknown[:3])}): install the version that wrote it"
         )
-    return None
+    odd = [name for name, value in state.items() if not _is_of(value, kinds[name])]
+    odd += [] if odd or all(isinstance(entry, dict) for entry in state.get("log_history", ())) else ["log_history"]
+    return f"{odd[0]} in {TRAINER_STATE_NAME} has a value of another type" if odd else None
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    kinds = (
+        {get_origin(kind) or kind for kind in get_args(hint) or (hint,)} if get_origin(hint) is not list else {list}
+    )
+    return isinstance(value, tuple(kinds)) or (isinstance(value, Real) and bool(kinds & {int, float}))
 
 
 def _damaged_files(folder: Path) -> str | None:
@@ -194,7 +204,7 @@ def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
     args, manifest = trainer.args, folder / MANIFEST
     limit, is_writer = args.save_total_limit, args.should_save
     check_finite(trainer.model, args, trainer.state)
-    with explained_full_disk(folder):
+    with explained_write_errors(folder):
         try:
             if is_writer:
                 folder.mkdir(parents=True, exist_ok=True)

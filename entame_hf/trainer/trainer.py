@@ -13,19 +13,21 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import EntameConfig
 from ..data import BatchDataset
-from ..heads import TIMM_PREFIX, Head, find_heads, num_classes
+from ..errors import InputError
+from ..heads import TIMM_PREFIX, Head, find_heads, has_adapters, num_classes
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import FiniteCheck, OwnRandomness, TrainedMark
 from .checkpoint import load_trained, prepare_resuming, save_trained
 from .energies import BaseNoise, EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
-from .files import explained_full_disk, make_output_dir
+from .files import explained_write_errors, make_output_dir, save_metrics, write_file
 from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push_of, push_folder
 from .informed import HeadFitter
@@ -39,7 +41,7 @@ from .loader import (
     prepared_loader,
 )
 from .lock import locked_output_dir
-from .loss import ClassificationLoss, CustomLoss, read_class_weights
+from .loss import ClassificationLoss, CustomLoss, OverflowFilter, read_class_weights
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance
 from .report import try_to_write_card
@@ -123,6 +125,8 @@ class EntameTrainer(Trainer):
         set_log_level(args)
         if not self.is_deepspeed_enabled:
             warn_of_half_precision(self.model)
+        if self.head_args.save_dtype != "float32" and has_adapters(self.model):
+            raise InputError("Adapters are saved in float32. Leave `save_dtype` out, or merge them first.")
         self.entame = entame.under(TIMM_PREFIX) if entame is not None and wrapped is not model else entame
         # Most vision models take **kwargs and scale nothing. Trainer takes their loss for one that is divided already:
         # gradients would grow with gradient accumulation (transformers#47688).
@@ -134,7 +138,7 @@ class EntameTrainer(Trainer):
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
         if compute_loss_func is not None:
             self.compute_loss_func = CustomLoss(compute_loss_func, args)
-        self.read_labels = LabelReader(compute_loss_func is not None)
+        self.read_labels, self.overflows = LabelReader(compute_loss_func is not None), OverflowFilter()
         self.card_options: dict[str, Any] = {}
         self.energies, self.head_rates, self.base_noise = EnergyRecorder(self), HeadRates(self), BaseNoise(self)
         self.head_fitter = HeadFitter(self)
@@ -306,6 +310,8 @@ class EntameTrainer(Trainer):
         inputs = self.read_labels(inputs, self.model)
         with explained_inputs(self, inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.mixed_precision == "fp16":
+            loss = self.overflows(loss)
         if self.accelerator.sync_gradients:
             self.energies.observe_gradients()
             self.head_rates.observe_gradients()
@@ -373,14 +379,26 @@ class EntameTrainer(Trainer):
     # Checkpoints keep the log as JSON, which has no arrays. And the device is waited for here anyway.
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         self.read_labels.verify()
+        if "loss" in logs:
+            logs["loss"] = self.overflows.correct(logs["loss"])
         logs.update(plain_numbers(logs))
         super().log(logs, start_time)
 
     # ---- Save and load ----
 
+    # Trainer's leave half of a file on a full disk, and stop at a damaged all_results.json.
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        if self.is_world_process_zero():
+            save_metrics(Path(self.args.output_dir), split, metrics, combined)
+
+    # As for the metrics.
+    def save_state(self) -> None:
+        if self.is_world_process_zero():
+            write_file(Path(self.args.output_dir, TRAINER_STATE_NAME), lambda file: self.state.save_to_json(str(file)))
+
     # What the libraries say of a full disk names neither the disk nor a way on.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        with explained_full_disk(Path(output_dir or self.args.output_dir)):
+        with explained_write_errors(Path(output_dir or self.args.output_dir)):
             super().save_model(output_dir, _internal_call)
 
     # No public hook gets the state dict that save_model gathers from shards. Trainer's own pickles the arguments, with
@@ -394,7 +412,8 @@ class EntameTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self.head_fitter.refresh_statistics()
-        with written_whole(self, folder), temporarily(self.args, push_to_hub=False, save_total_limit=None):
+        exact = temporarily(self.head_args, save_dtype="float32")
+        with written_whole(self, folder), exact, temporarily(self.args, push_to_hub=False, save_total_limit=None):
             super()._save_checkpoint(model, trial)
 
     # The unfolded head and its statistics need a place in the model before they are loaded; and Trainer does not

@@ -231,19 +231,3 @@ class TestDefaults:
     def test_patience_needs_evaluations(self, parser):
         with pytest.raises(InputError, match="`patience=2` counts evaluations, and there are none"):
             self.build(parser, "--patience", "2", "--eval_strategy", "no")
-
-    @pytest.mark.parametrize(
-        ("name", "value", "least"),
-        [
-            ("learning_rate", "-1", 0),
-            ("learning_rate", "nan", 0),
-            ("per_device_train_batch_size", "0", 1),
-            ("gradient_accumulation_steps", "0", 1),
-            ("dataloader_num_workers", "-1", 0),
-            ("seed", "-1", 0),
-            ("patience", "0", 1),
-        ],
-    )
-    def test_values_outside_of_their_domain_are_refused(self, parser, name, value, least):
-        with pytest.raises(InputError, match=f"`{name}=.*` must be {least} or more"):
-            self.build(parser, f"--{name}", value)

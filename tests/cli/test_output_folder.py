@@ -8,14 +8,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import yaml
 from cli_folders import arguments, contents, photos, timm_folder  # noqa: F401
+from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification
 
-from entame_hf import RunError
-from entame_hf.cli import finetune
-from entame_hf.cli.output_folder import save_options, save_results, write_text
+from entame_hf import InputError, RunError
+from entame_hf.cli import finetune, predict
+from entame_hf.cli.output_folder import save_options, write_text
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -23,23 +25,64 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.runs
-def test_a_run_is_resumed_from_its_own_file(tmp_path, photos, timm_folder, monkeypatch):  # noqa: F811
+def test_a_copied_run_is_resumed_where_its_own_file_lies(
+    tmp_path,
+    photos,  # noqa: F811
+    timm_folder,  # noqa: F811
+    monkeypatch,
+    caplog,
+):
     monkeypatch.chdir(tmp_path)
     argv = arguments(timm_folder, photos, Path("whole"), learning_rate=1e-3, patience=5)
     finetune.main(argv)
     shutil.copytree("whole", "half")
+    before = contents(tmp_path / "whole")
     (tmp_path / "half" / "model.safetensors").unlink()
     shutil.rmtree(tmp_path / "half" / "checkpoint-14")
     file = tmp_path / "half" / "run.yaml"
-    file.write_text(file.read_text().replace(str(tmp_path / "whole"), str(tmp_path / "half")))
     # From another folder: the paths of the file are absolute.
     monkeypatch.chdir("/")
     finetune.main([str(file), "--resume_from_checkpoint", "last"])
     torch.testing.assert_close(weights_of(tmp_path / "half"), weights_of(tmp_path / "whole"), rtol=0, atol=0)
+    assert f"{file} was moved from {tmp_path / 'whole'}: the run writes to {tmp_path / 'half'}" in caplog.text
+    assert contents(tmp_path / "whole") == before
     # Options take precedence over the file: the same run, an epoch longer.
     finetune.main([str(file), "--resume-from-checkpoint", "last", "--num_train_epochs", "3"])
     assert json.loads((tmp_path / "half" / "trainer_state.json").read_text())["global_step"] == 21
     assert yaml.safe_load(file.read_text())["num_train_epochs"] == 3
+
+
+def test_a_moved_run_is_not_started_in_its_old_place(tmp_path, photos, timm_folder):  # noqa: F811
+    finetune.main(arguments(timm_folder, photos, tmp_path / "old", max_steps=1))
+    shutil.move(tmp_path / "old", tmp_path / "new")
+    before = contents(tmp_path)
+    with pytest.raises(InputError, match=f"--output_dir {tmp_path / 'new'} holds another run"):
+        finetune.main([str(tmp_path / "new" / "run.yaml")])
+    assert contents(tmp_path) == before
+    # A copy of the file alone, and a folder that is named, are no moved runs.
+    shutil.copy(tmp_path / "new" / "run.yaml", tmp_path / "run.yaml")
+    finetune.main([str(tmp_path / "run.yaml")])
+    finetune.main([str(tmp_path / "new" / "run.yaml"), "--output_dir", str(tmp_path / "third")])
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "new", "third", "run.yaml"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.runs
+def test_the_final_weights_are_saved_in_the_dtype_asked_for(tmp_path, photos, timm_folder, dtype):  # noqa: F811
+    out = tmp_path / "out"
+    finetune.main(arguments(timm_folder, photos, out, max_steps=2, save_steps=1, save_dtype=dtype))
+    kinds = {name: str(tensor.dtype) for name, tensor in load_file(out / "model.safetensors").items()}
+    assert {kind for name, kind in kinds.items() if "weight" in name} == {f"torch.{dtype}"}
+    assert {kind for name, kind in kinds.items() if "running" in name} == {"torch.float32"}
+    exact = load_file(out / "checkpoint-2" / "model.safetensors")
+    assert not {tensor.dtype for tensor in exact.values()} & {torch.bfloat16, torch.float16}
+    assert str(AutoModelForImageClassification.from_pretrained(out).dtype) == f"torch.{dtype}"
+    loaded = timm.create_model(f"local-dir:{out}", pretrained=True).state_dict()
+    torch.testing.assert_close(loaded, exact, rtol=2.0**-8, atol=1e-5)
+    assert ("evaluated in float32" in (out / "README.md").read_text()) == (dtype != "float32")
+    predict.main([str(out), str(photos), "--output", str(tmp_path / "predictions.csv"), "--use_cpu"])
+    finetune.main([str(out / "run.yaml"), "--resume_from_checkpoint", "last", "--max_steps", "3"])
+    assert (out / "checkpoint-3").is_dir()
 
 
 def test_a_file_of_options_holds_no_secret_and_no_order_of_one_start(tmp_path):
@@ -53,13 +96,6 @@ def test_a_file_of_options_holds_no_secret_and_no_order_of_one_start(tmp_path):
     save_options(tmp_path, options)
     assert yaml.safe_load((tmp_path / "run.yaml").read_text()) == {"seed": 1}
     assert "secret" not in (tmp_path / "run.yaml").read_text()
-
-
-def test_results_of_splits_are_kept_together(tmp_path):
-    save_results(tmp_path, "eval", {"eval_accuracy": 0.5})
-    save_results(tmp_path, "test", {"test_accuracy": 0.25})
-    assert json.loads((tmp_path / "all_results.json").read_text()) == {"eval_accuracy": 0.5, "test_accuracy": 0.25}
-    assert json.loads((tmp_path / "test_results.json").read_text()) == {"test_accuracy": 0.25}
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

@@ -18,6 +18,7 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 
 from entame_hf import InputError
 from entame_hf.cli import finetune
+from entame_hf.cli.launch import run_command
 
 # Fixtures.
 # ruff: noqa: F811
@@ -62,8 +63,6 @@ def test_an_unknown_option_ends_with_2(tmp_path, photos, timm_folder):
         ({"data_dir": None}, "--data_dir"),
         ({"resume_from_checkpoint": "last"}, "no checkpoint there"),
         ({"resume_from_checkpoint": "/nowhere"}, "no checkpoint there"),
-        ({"num_train_epochs": -1}, "--num_train_epochs"),
-        ({"num_train_epochs": "nan"}, "--num_train_epochs nan must be a positive number"),
         ({"image_cache_gb": "nan"}, "--image_cache_gb nan must be 0"),
         ({"mixup_alpha": "inf"}, "--mixup_alpha inf must be 0"),
         ({"cutmix_alpha": "nan"}, "--cutmix_alpha nan must be 0"),
@@ -77,6 +76,73 @@ def test_values(tmp_path, photos, timm_folder, changes, message):
     out = tmp_path / "out"
     refuse(message, arguments(timm_folder, photos, out, **changes))
     assert not out.exists()
+
+
+NUMBERS = {
+    "learning_rate": ["-1", "nan", "inf", "1e400", "fast"],
+    "per_device_train_batch_size": ["0", "-1", "nan", "1.5", "many", "99999999999999999999"],
+    "per_device_eval_batch_size": ["0", "2147483648"],
+    "gradient_accumulation_steps": ["0", "nan", "99999999999999999999"],
+    "seed": ["-1", "nan", "1.5", "now", "4294967296", "18446744073709551616"],
+    "data_seed": ["-1", "18446744073709551616"],
+    "dataloader_num_workers": ["-1", "nan", "all", "99999999999999999999"],
+    "num_train_epochs": ["0", "-1", "nan", "inf"],
+    "max_steps": ["0", "-5", "99999999999999999999"],
+    "warmup_steps": ["-1", "nan", "inf"],
+    "weight_decay": ["-1", "nan", "inf"],
+    "max_grad_norm": ["-1", "nan"],
+    "label_smoothing_factor": ["-1", "nan", "2"],
+    "adam_beta1": ["-1", "nan", "2"],
+    "logging_steps": ["0", "-1", "nan", "inf"],
+    "eval_steps": ["0", "-1", "nan"],
+    "save_steps": ["0", "-1", "nan"],
+    "patience": ["0", "-1"],
+    "head_lr": ["0", "-1", "nan", "fast"],
+    "head_lr_multiplier": ["0", "nan", "inf"],
+    "energy_logging_steps": ["-1"],
+    "znorm_refresh_samples": ["-1"],
+    "informed_samples": ["0"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NUMBERS.items() for value in values])
+def test_numbers_outside_of_their_domain_are_refused_and_no_folder_appears(
+    tmp_path, photos, timm_folder, capsys, name, value
+):
+    argv = arguments(timm_folder, photos, tmp_path / "out", **{name: value})
+    with pytest.raises(SystemExit) as end:
+        run_command(finetune.main, argv, "finetune.py")
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("finetune.py: error: ")
+    assert name in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim": "sgd", "optim_args": "momentum=fast"},
+        {"lr_scheduler_type": "cosine_with_min_lr"},
+        {"per_device_train_batch_size": 1},
+        {"data_dir": "/nowhere"},
+    ],
+    ids=str,
+)
+def test_what_is_refused_in_a_new_folder_leaves_no_folder(tmp_path, photos, timm_folder, changes):
+    refuse(".", arguments(timm_folder, photos, tmp_path / "new" / "out", **changes))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("left", [None, "", '{"pid": 1, "host": "gone"}'], ids=["none", "empty", "of a dead run"])
+def test_what_is_refused_leaves_the_lock_file_as_it_was(finished, tmp_path, photos, timm_folder, left):
+    out = shutil.copytree(finished, tmp_path / "out")
+    (out / ".run.lock").unlink()
+    if left is not None:
+        (out / ".run.lock").write_text(left)
+    before = contents(out)
+    refuse("optim_args", arguments(timm_folder, photos, out, overwrite=True, optim="sgd", optim_args="momentum=fast"))
+    assert contents(out) == before
 
 
 @pytest.fixture(scope="module")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import timm
 import torch
 from conftest import RandomImages
 from safetensors.torch import load_file, save_file
+from transformers import TrainerState
 
-from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
+from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, RunError
 
 
 def build(folder, model="test_resnet", **changes):
@@ -39,6 +43,53 @@ def test_an_output_folder_that_cannot_be_made_is_refused(tmp_path, kind):
         out.write_text("mine")
     with pytest.raises(InputError, match=r"`output_dir=.*` cannot be written to"):
         build(out / "below" if kind == "below a file" else out)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_metrics_and_state_are_written_whole_or_not_at_all(tmp_path, monkeypatch, code):
+    trainer = build(tmp_path)
+    trainer.save_metrics("eval", {"eval_accuracy": 0.5})
+    trainer.save_metrics("test", {"test_accuracy": 0.25})
+    trainer.save_state()
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {"eval_accuracy": 0.5, "test_accuracy": 0.25}
+    assert json.loads((tmp_path / "test_results.json").read_text()) == {"test_accuracy": 0.25}
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def write(path, *args, **kwargs):
+        Path(path).write_bytes(b"half")
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Path, "write_text", write)
+    monkeypatch.setattr(TrainerState, "save_to_json", lambda self, path: write(path))
+    for save in (lambda: trainer.save_metrics("eval", {"eval_accuracy": 1.0}), trainer.save_state):
+        with pytest.raises(RunError, match=r"\.json could not be written") as error:
+            save()
+        assert "\n" not in str(error.value)
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("text", ["", "null", "[1]", "{"])
+def test_damaged_results_of_before_stop_no_run(tmp_path, caplog, text):
+    trainer = build(tmp_path)
+    (tmp_path / "all_results.json").write_text(text)
+    trainer.save_metrics("eval", {"eval_accuracy": 0.5})
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {"eval_accuracy": 0.5}
+    assert "all_results.json is damaged: it is written anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "provenance",
+    [
+        "null", '{"facts": 3, "options": {}}', '{"facts": {}, "options": {"lr_scheduler_type": 3}}',
+        '{"facts": {}, "options": {"learning_rate": "fast"}}', '{"facts": {"classes": 4}, "options": {}}',
+    ],
+)  # fmt: skip
+def test_an_odd_record_of_what_a_checkpoint_was_trained_on_is_one_line(tmp_path, checkpoint, provenance):
+    folder = shutil.copytree(checkpoint, tmp_path / "checkpoint-1")
+    (folder / "checkpoint_files.json").unlink()
+    (folder / "trained_on.json").write_text(provenance)
+    with pytest.raises(InputError, match=r"trained_on\.json is damaged|was trained on something else"):
+        build(tmp_path / "out").train(resume_from_checkpoint=str(folder))
 
 
 def odd_head(folder, metadata, keep=lambda name: True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import time
 import pytest
 import timm
 import torch
+from accelerate import Accelerator
 from conftest import RandomImages
 from transformers import TrainerCallback
 
@@ -20,7 +22,7 @@ from entame_hf.trainer.lock import locked_output_dir
 from entame_hf.trainer.resume import damage, last_intact_checkpoint
 
 
-def trainer(folder, callbacks=None, **changes):
+def trainer(folder, callbacks=None, kind=EntameTrainer, **changes):
     torch.manual_seed(0)
     defaults = {
         **{"max_steps": 4, "save_steps": 2, "logging_steps": 1, "energy_logging_steps": 0, "learning_rate": 1e-3},
@@ -29,7 +31,7 @@ def trainer(folder, callbacks=None, **changes):
     args = EntameTrainingArguments(str(folder), **{**defaults, **changes})
     model = timm.create_model("test_resnet", num_classes=10)
     data = RandomImages(64)
-    return EntameTrainer(model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+    return kind(model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,13 @@ def test_a_named_checkpoint_that_is_damaged_is_refused_in_one_line(tmp_path, run
         ("[1]", "does not say after which step"),
         ('{"global_step": "four"}', "does not say after which step"),
         ('{"global_step": 4, "key_of_tomorrow": 1}', "key_of_tomorrow"),
+        ("", "is no JSON"),
+        ('{"global_step": 4, "epoch": "two"}', "epoch in trainer_state.json has a value of another type"),
+        ('{"global_step": 4, "log_history": null}', "log_history in trainer_state.json"),
+        ('{"global_step": 4, "log_history": [1]}', "log_history in trainer_state.json"),
+        ('{"global_step": 4, "max_steps": null}', "max_steps in trainer_state.json"),
+        ('{"global_step": 4, "best_global_step": []}', "best_global_step in trainer_state.json"),
+        ('{"global_step": 4, "stateful_callbacks": 3}', "stateful_callbacks in trainer_state.json"),
     ],
 )
 def test_an_odd_trainer_state_is_named(tmp_path, run, state, reason):
@@ -168,6 +177,39 @@ def test_a_training_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(
 def test_a_loss_that_is_not_finite_stops_with_trainers_filter_too(tmp_path):
     done = trainer(tmp_path, [AtStep(3, set_nan)], logging_nan_inf_filter=True, save_strategy="no", max_steps=6)
     with pytest.raises(NonFiniteError, match=r"after step [34]"):
+        done.train()
+
+
+@pytest.mark.parametrize("overflows", [{2}, {1}, {1, 2}], ids=str)
+def test_steps_that_loss_scaling_skips_leave_later_losses_finite(tmp_path, monkeypatch, overflows):
+    """float16 overflows in some forwards: their losses are not logged, and the training goes on."""
+
+    class Overflowing(EntameTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss * torch.inf if self.state.global_step + 1 in overflows else loss
+
+        def create_optimizer(self, *args):
+            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            return super().create_optimizer(*args)
+
+    monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "fp16"))
+    done = trainer(tmp_path, kind=Overflowing, max_grad_norm=0.0)
+    train_loss = done.train().training_loss
+    losses = {entry["step"]: entry["loss"] for entry in done.state.log_history if "loss" in entry}
+    assert {step for step, loss in losses.items() if math.isnan(loss)} == overflows
+    assert math.isfinite(train_loss)
+    averaged = trainer(tmp_path / "two", kind=Overflowing, max_grad_norm=0.0, logging_steps=4)
+    averaged.train()
+    (mean,) = [entry["loss"] for entry in averaged.state.log_history if "loss" in entry]
+    assert mean == pytest.approx(sum(losses[step] for step in losses.keys() - overflows) / (4 - len(overflows)))
+
+
+def test_a_loss_scale_that_has_vanished_stops_the_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "fp16"))
+    done = trainer(tmp_path, save_strategy="no")
+    done.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-20)
+    with pytest.raises(NonFiniteError, match="training loss is nan after step 1"):
         done.train()
 
 

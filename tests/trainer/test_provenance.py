@@ -92,6 +92,38 @@ def test_a_part_of_the_model_that_the_user_has_frozen_is_known(run):
         trainer.train(resume_from_checkpoint=True)
 
 
+def stream(names=("a", "b"), files=("x/0.parquet", "x/1.parquet"), root=None):
+    for index, file in enumerate(files):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=list(names))})
+        image = Image.new("RGB", (8 + index, 8))
+        datasets.Dataset.from_dict({"image": [image] * 2, "label": [0, 1]}, features=features).to_parquet(root / file)
+    paths = [str(root / file) for file in files]
+    return datasets.load_dataset("parquet", data_files=paths, split="train", streaming=True)
+
+
+def test_streams_are_known_by_columns_and_files(tmp_path):
+    here, moved = stream(root=tmp_path / "here"), stream(root=tmp_path / "there")
+    assert fingerprint(here) == fingerprint(moved)
+    assert fingerprint(here.shuffle(seed=1)) == fingerprint(here)
+    others = [
+        stream(files=["x/0.parquet"], root=tmp_path / "fewer"),
+        stream(files=["x/0.parquet", "x/2.parquet"], root=tmp_path / "renamed"),
+        stream(names=("a", "c"), root=tmp_path / "classes"),
+        here.rename_column("label", "labels"),
+    ]
+    assert all(fingerprint(other) != fingerprint(here) for other in others)
+
+
+def test_examples_that_nothing_tells_apart_are_named(tmp_path, caplog):
+    generated = datasets.IterableDataset.from_generator(lambda: ({"a": 1} for _ in range(9)))
+    assert "files" not in fingerprint(generated)
+    build(tmp_path, train=Unlabelled(10), held_out=HELD_OUT).train()
+    caplog.clear()
+    build(tmp_path, train=Unlabelled(10), held_out=HELD_OUT, max_steps=5).train(resume_from_checkpoint=True)
+    assert "The training examples have no labels, names or files that could be compared" in caplog.text
+
+
 def test_several_differences_are_named_together(run):
     with pytest.raises(InputError, match=r"optimizer: .*; training examples: .*Resume with the same, or start a new"):
         build(run, optim="sgd", train=HELD_OUT).train(resume_from_checkpoint=True)
@@ -165,8 +197,11 @@ def test_when_to_save_evaluate_and_log_is_the_runs_own_choice(tmp_path, run, war
 class Unlabelled(torch.utils.data.Dataset):
     """Labels that nobody knows before an example is read."""
 
+    def __init__(self, count=20):
+        self.count = count
+
     def __len__(self):
-        return 20
+        return self.count
 
     def __getitem__(self, index):
         return {"pixel_values": torch.zeros(3, 32, 32), "labels": index}

@@ -1,0 +1,74 @@
+"""A new head that was frozen after it was drawn is refused by name, before it is trained or saved."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from torch.nn.functional import cross_entropy
+
+from entame_hf import EntameConfig, InputError, apply_entame, fit_head, fold_entame
+
+IMAGES, LABELS = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.arange(8)
+
+
+def train(model, steps=1):
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    for _ in range(steps):
+        cross_entropy(model(IMAGES).logits, LABELS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("method", ["base", "mei", "fn", "entame", "informed"])
+@pytest.mark.parametrize("part", ["classifier", "classifier.weight", ""], ids=["head", "weight", "model"])
+def test_a_head_that_is_frozen_after_it_was_drawn_is_refused_by_name(tmp_path, tiny_vit, method, part):
+    model = apply_entame(tiny_vit, EntameConfig.for_method(method))
+    target = model.get_parameter(part) if part.endswith("weight") else model.get_submodule(part)
+    target.requires_grad_(False)
+    with pytest.raises(InputError, match="`classifier` is frozen") as error:
+        model.train()(IMAGES)
+    assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match="`classifier` is frozen"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_bare_timm_model_is_no_exception():
+    model = apply_entame(timm.create_model("test_resnet", num_classes=8)).train()
+    model.fc.requires_grad_(False)
+    with pytest.raises(InputError, match="`fc` is frozen"):
+        model(IMAGES)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training mode", "evaluation mode"])
+@pytest.mark.parametrize("method", ["mei", "entame"])
+def test_a_head_that_has_learned_may_be_frozen(tmp_path, tiny_vit, method, training):
+    model = apply_entame(tiny_vit, EntameConfig.for_method(method)).train(training)
+    train(model)
+    model.classifier.requires_grad_(False)
+    train(model)
+    model.requires_grad_(False).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_a_kept_or_a_fitted_head_may_be_frozen(tiny_vit):
+    kept = apply_entame(copy.deepcopy(tiny_vit), EntameConfig.for_method("keep")).train()
+    fitted = apply_entame(tiny_vit, EntameConfig.for_method("informed"))
+    fit_head(fitted, [(IMAGES, LABELS)])
+    for model in (kept, fitted.train()):
+        model.classifier.requires_grad_(False)
+        train(model)
+
+
+def test_the_check_leaves_nothing_behind(tiny_vit):
+    model = apply_entame(tiny_vit)
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
+        train(clone.train())
+        assert "entame_check" not in vars(clone.classifier)
+        assert not vars(clone.classifier)["_forward_pre_hooks"]
+    folded = fold_entame(apply_entame(tiny_vit, num_labels=8))
+    assert not vars(folded.classifier)["_forward_pre_hooks"]
