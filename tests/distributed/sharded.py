@@ -16,10 +16,11 @@ from transformers import ViTConfig, ViTForImageClassification
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import TINY_VIT
 
-from entame_hf import EntameConfig, apply_entame, fold_entame
+from entame_hf import EntameConfig, apply_entame, fit_head, fold_entame
 
 # Large enough that a fold which does nothing shows.
 CONFIG = EntameConfig(phi_w=0.1)
+INFORMED = EntameConfig.for_method("informed")
 IMAGES = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
@@ -80,6 +81,10 @@ def fsdp2(alone: bool) -> None:
     check_fold(model, lambda images: model(images).logits, gathered)
     with pytest.raises(ValueError, match="sharded already"):
         apply_entame(model)
+    informed = apply_entame(vit(), INFORMED)
+    fully_shard(informed, mesh=mesh)
+    with pytest.raises(ValueError, match="sharded already"):
+        fit_head(informed, [(IMAGES, torch.arange(8))])
     assert isinstance(model.classifier, nn.Linear)
     # The same parameters train on.
     model.train()(IMAGES).logits.sum().backward()
@@ -103,6 +108,8 @@ def zero3() -> None:
         apply_entame(model, num_labels=3)
     with pytest.raises(ValueError, match="sharded by DeepSpeed"):
         apply_entame(model, EntameConfig(init="keep"))
+    with pytest.raises(ValueError, match="sharded already"):
+        fit_head(apply_entame(model, INFORMED), [(IMAGES, torch.arange(8))])
     treated(model)
     engine, *_ = deepspeed.initialize(model=model, config=settings)
 

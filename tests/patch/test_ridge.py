@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from entame_hf.patch.features import HeadFeatures
-from entame_hf.patch.ridge import fit_ridge
+from entame_hf.patch.ridge import COARSE, FINE, fit_ridge
 
 
 def features_of(rows, labels) -> HeadFeatures:
@@ -138,6 +138,15 @@ def test_what_tells_nothing_gives_a_map_of_zeros(rows, labels):
     ridge = fit(rows, labels, 3)
     assert ridge.weight.abs().max() < 1e-9
     assert 0 <= ridge.accuracy <= 1
+
+
+def test_one_image_a_class_says_nothing_of_unseen_ones():
+    rows, labels = torch.randn(30, 200, generator=torch.Generator().manual_seed(0)), torch.arange(30)
+    ridge = fit(rows, labels, 30)
+    assert ridge.accuracy == 0
+    # The largest penalty of all: the head starts next to maximum entropy.
+    assert ridge.alpha == pytest.approx(30 * COARSE[-1] * FINE[-1])
+    assert ridge.weight.abs().max() < 1e-3
 
 
 def test_a_class_without_images_is_never_predicted_and_one_with_a_single_image_is_learned():
