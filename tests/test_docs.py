@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from functools import partial
 from pathlib import Path
 
 import nbformat
@@ -50,6 +51,8 @@ class Shell:
     def start(self, command: str) -> subprocess.Popen[str]:
         command = f"{command.strip()}\ncode=$?; pwd > $STATE; env -0 > $STATE.env; exit $code"
         where = {"cwd": self.folder, "env": self.environment, "start_new_session": True}
+        # A test that runs in the background would hand on that it ignores Ctrl-C.
+        where["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         return subprocess.Popen(["bash", "-c", command], stdout=-1, stderr=-1, text=True, **where)
 
     def run(self, command: str) -> str:
