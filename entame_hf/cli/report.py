@@ -10,7 +10,7 @@ import numpy as np
 
 from ..data import Splits, StreamingDataset, find_duplicates, output_size, write_skipped_images
 from ..patch import class_names
-from ..trainer import EntameTrainer, write_file
+from ..trainer import EntameTrainer, last_intact_checkpoint, write_file
 from .console import best_evaluation, duration, say, scores
 from .output_folder import RUN_FILE
 
@@ -42,7 +42,7 @@ def draw_batch(trainer: EntameTrainer, file: Path) -> None:
     if isinstance(data, StreamingDataset):
         return
     # A separate generator leaves the training order unchanged.
-    rows = np.random.default_rng(trainer.args.seed).permutation(len(data))[:32]
+    rows = np.random.default_rng(trainer.args.seed).permutation(len(data))[:30]
     batch = data.finish(data.read(rows.tolist()))
     images, labels = (batch[name].numpy() for name in ("pixel_values", "labels"))
     figure = batch_figure(images, labels, class_names(trainer.model.config))
@@ -93,6 +93,17 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
     return "\n".join(lines)
 
 
+def what_to_type(folder: Path) -> str:
+    """Say how an interrupted run is resumed, or started anew if it left no checkpoint."""
+    if last_intact_checkpoint(str(folder)):
+        return f"Resume with: {resume_command(folder)}"
+    return f"There is no checkpoint yet. Start anew with: entame finetune {_run_file(folder)} --overwrite"
+
+
 def resume_command(folder: Path) -> str:
     """Write the command that resumes the run of a folder."""
-    return f"entame finetune {shlex.quote(str(folder / RUN_FILE))} --resume_from_checkpoint last"
+    return f"entame finetune {_run_file(folder)} --resume_from_checkpoint last"
+
+
+def _run_file(folder: Path) -> str:
+    return shlex.quote(str(folder / RUN_FILE))

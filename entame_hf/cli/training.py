@@ -34,7 +34,7 @@ from .console import Console, Patience, say
 from .data_arguments import DataArguments
 from .model import check_input_size
 from .output_folder import ClaimFolder
-from .report import draw_batch, introduction, report_images, resume_command, summary
+from .report import draw_batch, introduction, report_images, summary, what_to_type
 
 
 def prepare_data(
@@ -161,7 +161,7 @@ def run(trainer: EntameTrainer, test: Any, splits: Splits) -> None:
         found = train_and_save(trainer, test)
     except KeyboardInterrupt:
         if is_first:
-            print(f"\nInterrupted. Resume with: {resume_command(folder)}", file=sys.stderr)
+            print(f"\nInterrupted. {what_to_type(folder)}", file=sys.stderr)
         raise
     if args.gradio and is_first:
         write_app(folder, trainer.hub_model_id if args.push_to_hub else None)

@@ -14,7 +14,7 @@ from .fonts import shorten, writable
 Images = Sequence[np.ndarray] | np.ndarray
 
 # Rows and columns of a picture hold so many images at most.
-MOST_IMAGES, COLUMNS = 32, 8
+MOST_IMAGES, COLUMNS = 30, 6
 
 LONGEST_NAME = 16
 
@@ -33,7 +33,7 @@ def batch_figure(
         title (`str`, *optional*): stands over the picture.
 
     Returns:
-        `matplotlib.figure.Figure` or `None`: the first 32 images; None for an empty batch.
+        `matplotlib.figure.Figure` or `None`: the first 30 images; None for an empty batch.
 
     Example:
 
@@ -75,7 +75,7 @@ def wrong_images_figure(
         title (`str`, *optional*): stands over the picture.
 
     Returns:
-        `matplotlib.figure.Figure` or `None`: the first 32 images; None where there is none.
+        `matplotlib.figure.Figure` or `None`: the first 30 images; None where there is none.
     """
     families, names = writable([shorten(name, LONGEST_NAME) for name in class_names])
     captions = [
@@ -92,14 +92,15 @@ def _grid(
         return None
     columns = min(len(captions), COLUMNS)
     rows = -(-len(captions) // columns)
-    figure = Figure(figsize=(max(1.4 * columns, 3), 1.75 * rows + 0.4), dpi=150, layout="constrained")
+    # A card shows it at half the size: captions must still be read.
+    figure = Figure(figsize=(max(1.7 * columns, 3), 2.15 * rows + 0.4), dpi=150, layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in panels:
         axes.axis("off")
     for axes, image, caption in zip(panels, images, captions, strict=False):
         axes.imshow(_displayable(image), cmap="gray", vmin=0, vmax=1)
-        axes.set_title(caption, fontsize=7, family=families, parse_math=False)
+        axes.set_title(caption, fontsize=9, family=families, parse_math=False)
     return figure
 
 

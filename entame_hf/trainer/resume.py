@@ -186,9 +186,10 @@ def find_checkpoint(asked: str | Literal[True], args: TrainingArguments) -> str:
         missing = found is None or not Path(found).is_dir()
         reason = "there is no checkpoint there" if missing else damage(str(found))
         if found is None or reason is not None:
+            other = f"`resume_from_checkpoint=last` (True in Python) for the newest one in the output folder {folder}"
+            other = f"start {folder} anew, without `resume_from_checkpoint`" if newest else other
             raise InputError(
-                f"`resume_from_checkpoint={asked}`: {reason}. Give the folder of an intact checkpoint, or "
-                f"`resume_from_checkpoint=last` (True in Python) for the newest one in the output folder {folder}."
+                f"`resume_from_checkpoint={asked}`: {reason}. Give the folder of an intact checkpoint, or {other}."
             )
     return found
 

@@ -118,7 +118,7 @@ def test_the_demonstration_is_inspected(tmp_path):
 def test_a_wheel_has_the_command(tmp_path):
     """Built from the sources, installed into an environment that has the dependencies alone."""
     root = Path(__file__).parents[2]
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(root)]
+    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(root)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     venv.create(tmp_path / "env", with_pip=True)
