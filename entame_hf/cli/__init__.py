@@ -19,11 +19,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command of `entame`.
-
-    Args:
-        argv (`list[str]`, *optional*): the command and its options; defaults to the process's arguments.
-    """
+    """Run a command of `entame`."""
     argv = sys.argv[1:] if argv is None else argv
     command = argv[0] if argv else "--help"
     if command in ("-h", "--help"):

@@ -25,11 +25,6 @@ _REQUIREMENTS = "pillow\ntimm\ntorch\ntorchvision\ntransformers>=5\n"
 
 
 def write_app(folder: Path, repository: str | None = None) -> None:
-    """Write `app.py` and `requirements.txt` beside a model.
-
-    Args:
-        folder (`Path`): the model's.
-        repository (`str`, *optional*): the model's id on the Hub; without one, the app loads the folder that it is in.
-    """
+    """Write `app.py` and `requirements.txt` beside a model: the app loads it from the Hub or from its folder."""
     write_text(folder / "app.py", _APP.format(model=repository or ".", title=(repository or folder.absolute().name)))
     write_text(folder / "requirements.txt", _REQUIREMENTS)

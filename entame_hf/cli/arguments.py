@@ -195,11 +195,7 @@ def _check_trackers(names: list[str]) -> None:
 
 
 def check_given(model: ModelArguments, data: Any, run: RunArguments) -> None:
-    """Refuse a run without a model or without data.
-
-    Raises:
-        InputError: one of them is missing.
-    """
+    """Refuse a run without a model or without data."""
     if model.model_name_or_path is None:
         raise InputError(
             "No model. Give `model_name_or_path`, such as timm/resnet50.a1_in1k; `entame demo` needs neither model "

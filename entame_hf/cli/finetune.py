@@ -26,15 +26,7 @@ INPUTS = ("model_name_or_path", "dataset_name", "data_dir")
 
 
 def main(argv: list[str]) -> None:
-    """Run `entame finetune`.
-
-    Args:
-        argv (`list[str]`): options, or a file of options and options that take precedence over it.
-
-    Raises:
-        InputError: an option or what it names cannot be used; nothing was written.
-        RunError: the run was stopped.
-    """
+    """Run `entame finetune`."""
     parser = training_parser("Fine-tune an image classifier with ENTAME.")
     with options_named(parser.named):
         given = given_for_run(parser, argv)

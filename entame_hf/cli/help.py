@@ -101,18 +101,7 @@ def help_text(
     more: str = "",
     defaults: dict[str, Any] | None = None,
 ) -> str:
-    """Write a command's help: usage, what it does, an example, and its options in groups.
-
-    Args:
-        parser ([`OptionParser`]): the command's.
-        usage, description, example (`str`): lines of text.
-        groups (`dict[str, list[str]]`): titles to names of options; those that the parser does not know are left out.
-        more (`str`, *optional*): what follows the options.
-        defaults (`dict`, *optional*): values that take precedence over the dataclasses' defaults.
-
-    Returns:
-        `str`: text of at most 80 columns.
-    """
+    """Write a command's help: usage, what it does, an example, and its options in groups."""
     known = {f.name: f for kind in parser.dataclass_types for f in fields(kind)}
     example = "\n".join(f"  {line}" for line in example.splitlines())
     parts = [f"Usage: {usage}\n\n{description}\n\n{example}"]

@@ -19,14 +19,7 @@ from .ranking import RankingArguments, check_ranking, probe_dataset, rank_checkp
 
 
 def main(argv: list[str]) -> None:
-    """Run `entame inspect`.
-
-    Args:
-        argv (`list[str]`): options, or a file of options and options that take precedence over it.
-
-    Raises:
-        InputError: an option or what it names cannot be used.
-    """
+    """Run `entame inspect`."""
     parser = inspect_parser()
     with options_named(parser.named):
         given = parser.given(argv)

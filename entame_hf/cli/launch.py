@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
@@ -20,11 +19,7 @@ from .console import say
 
 
 def say_once(message: str) -> None:
-    """Print a message to standard error: one process of a host does it for all that end with the same one.
-
-    Args:
-        message (`str`): what ends this process.
-    """
+    """Print a message to standard error: one process of a host does it for all that end with the same one."""
     where = {name: os.environ.get(name, "") for name in ("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")}
     key = f"entame_hf/{'/'.join(where.values())}/{hashlib.sha256(message.encode()).hexdigest()}"
     store = None
@@ -43,20 +38,8 @@ def say_once(message: str) -> None:
             store.set(f"{key}/said", "")
 
 
-def run_script(main: Callable[[list[str]], object]) -> None:
-    """Run a script's main function as [`run_command`] does, with the process's arguments."""
-    run_command(main, sys.argv[1:], Path(sys.argv[0]).name)
-
-
 def run_command(main: Callable[[list[str]], object], argv: list[str], name: str) -> None:
-    """Run a command, and end the process with a message and an exit code where it ends early.
-
-    Args:
-        main (`Callable`): takes the command's arguments. Exit codes are those of [`InputError`] and [`RunError`], and
-            130 where it was interrupted.
-        argv (`list[str]`): the arguments.
-        name (`str`): the command's, for messages.
-    """
+    """Run a command; an early end is a message and an exit code: 2 for bad input, 1 for a run, 130 for Ctrl-C."""
     try:
         main(argv)
     except InputError as error:
@@ -94,12 +77,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def options_named(named: Callable[[str], str], level: int = logging.WARNING) -> Iterator[None]:
-    """Write the options that errors and warnings name in backticks as they are typed.
-
-    Args:
-        named (`Callable`): writes a message, see [`OptionParser.named`].
-        level (`int`, *optional*, defaults to `logging.WARNING`): the least of what the package says here.
-    """
+    """Write the options that errors and warnings name in backticks as they are typed."""
     quiet_libraries()
     logger, handler = logging.getLogger(__name__.partition(".")[0]), _Handler(named)
     handler.setLevel(level)

@@ -50,21 +50,8 @@ def load_classifier(
     """Load a pretrained classifier for some classes, and its image processor.
 
     Weights are float32 whatever the checkpoint holds: small updates are lost in half precision. The head is drawn anew
-    where the checkpoint's classes are others, also if they are as many.
-
-    Args:
-        name (`str`): an id on the Hub (`timm/...` included) or a local folder.
-        names (`list[str]`): names of the classes, by index.
-        revision (`str`, *optional*, defaults to `"main"`): branch, tag or commit on the Hub.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): whether code of the repository may run.
-        keeps_head (`bool`, *optional*, defaults to `False`):
-            Whether training continues from the checkpoint's head: a warning says where that cannot be.
-
-    Returns:
-        The model, in eval mode, and its image processor.
-
-    Raises:
-        InputError: the model cannot be loaded, is no image classifier, or lacks weights other than the head's.
+    where the checkpoint's classes are others, also if they are as many. With `keeps_head`, training continues from the
+    checkpoint's head, and a warning says where that cannot be.
     """
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with _loading(name):
@@ -100,14 +87,7 @@ def load_classifier(
 def load_trained(
     name: str, *, revision: str = "main", trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, BaseImageProcessor]:
-    """Load a classifier as it was trained, and its image processor: every tensor must be in the checkpoint.
-
-    Args:
-        name, revision, trust_remote_code: as for [`load_classifier`].
-
-    Raises:
-        InputError: the model cannot be loaded, is no image classifier, or lacks weights.
-    """
+    """Load a classifier as it was trained, and its image processor: every tensor must be in the checkpoint."""
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     with _loading(name):
         processor = AutoImageProcessor.from_pretrained(name, **where)
@@ -194,15 +174,7 @@ def shorten_names(names: list[str], most: int = 3) -> str:
 
 
 def check_input_size(model: PreTrainedModel, size: tuple[int, int]) -> None:
-    """Make sure that a model takes images of a size, before anything is trained on them.
-
-    Args:
-        model (`PreTrainedModel`): an image classifier; evaluated once, wherever it is.
-        size (`tuple[int, int]`): height and width in pixels.
-
-    Raises:
-        InputError: it does not.
-    """
+    """Make sure that a model takes images of a size, before anything is trained on them."""
     try:
         with torch.no_grad():
             model.eval()(torch.zeros(1, 3, *size, device=model.device, dtype=model.dtype))

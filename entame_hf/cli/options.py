@@ -58,14 +58,6 @@ class OptionParser(HfArgumentParser):
 
     An option is written with underscores or hyphens. The first argument may be a YAML or JSON file of options; options
     that follow take precedence over the file.
-
-    Args:
-        kinds (`list[type]`): the dataclasses.
-        description (`str`): what the command does.
-        without (collection of `str`, *optional*): fields that are no options, since they have no effect.
-
-    Attributes:
-        options (`dict[str, argparse.Action]`): each option by its name, with underscores.
     """
 
     def __init__(self, kinds: list[Any], description: str, without: Collection[str] = ()) -> None:
@@ -96,18 +88,7 @@ class OptionParser(HfArgumentParser):
         return action
 
     def parse(self, argv: list[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Parse the arguments of a process.
-
-        Args:
-            argv (`list[str]`): options, or the path of a file of options and options that take precedence over it.
-            defaults (`dict`, *optional*): values that take precedence over the dataclasses' defaults.
-
-        Returns:
-            `tuple`: an instance of each dataclass.
-
-        Raises:
-            InputError: an option is unknown or its value is not one of its type or domain.
-        """
+        """Parse the arguments of a process."""
         return self.build({**(defaults or {}), **self.given(argv)})
 
     def given(self, argv: list[str]) -> dict[str, Any]:

@@ -38,15 +38,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader
 def read_options(path: str) -> dict[str, Value]:
     """Read the options that a file sets.
 
-    Args:
-        path (`str`): a YAML or JSON file with one mapping of options to values.
-
-    Returns:
-        `dict`: names to values. Numbers, switches and names stay the text that was typed, for the option's own type to
-        read; lists are of such text, and mappings are parsed. Empty and null values are left out.
-
-    Raises:
-        InputError: the file cannot be read, holds something else, or sets an option twice.
+    Numbers, switches and names stay the text that was typed, for the option's own type to read; lists are of such
+    text, and mappings are parsed. Empty and null values are left out.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

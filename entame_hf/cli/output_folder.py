@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -65,17 +65,7 @@ def given_for_run(parser: OptionParser, argv: list[str]) -> dict[str, Any]:
 
 
 def check_output_dir(args: TrainingArguments, model: str | None = None, *data: str | None) -> None:
-    """Make sure that a run may write to its output folder, and that it replaces no other run and nothing it reads.
-
-    Args:
-        args (`TrainingArguments`):
-            `output_dir` and `resume_from_checkpoint` are read, and `overwrite` where there is one.
-        model, data (`str`, *optional*): what the run reads; names that are no folders do not matter.
-
-    Raises:
-        InputError: the folder cannot be written to, holds another run, lies in the folder of the data, or `overwrite`
-            would remove an input.
-    """
+    """Make sure that a run may write to its output folder, and that it replaces no other run and nothing it reads."""
     folder = Path(str(args.output_dir))
     check_writable(folder)
     if args.resume_from_checkpoint is not None:
@@ -109,10 +99,6 @@ class ClaimFolder(TrainerCallback):
     """Replace the run that a folder holds once the first optimizer step was taken, and note the options there.
 
     Until then every file stays as it was, so that a run which is refused or fails to start costs nothing.
-
-    Args:
-        options (`dict`): what the run was told, for `run.yaml`.
-        draw_batch (`Callable`, *optional*): draws the first batch into a file.
     """
 
     def __init__(self, options: dict[str, Any], draw_batch: Callable[[Path], None] | None = None) -> None:
@@ -120,9 +106,7 @@ class ClaimFolder(TrainerCallback):
         self._is_claimed = False
 
     # The first is called before a checkpoint of that step is written.
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._is_claimed:
             return
         self._is_claimed = True
@@ -143,12 +127,7 @@ class ClaimFolder(TrainerCallback):
 
 
 def save_options(folder: Path, options: dict[str, Any]) -> None:
-    """Write what a run was told to `run.yaml`, from which it can be resumed; a token is left out.
-
-    Args:
-        folder (`Path`): the run's.
-        options (`dict`): values by the names of the options; paths that exist are made absolute.
-    """
+    """Write what a run was told to `run.yaml`, from which it can be resumed; a token is left out."""
     kept = {name: value for name, value in options.items() if name not in _NOT_KEPT and value is not None}
     for name in _PATHS:
         if name in kept and Path(str(kept[name])).exists():
@@ -158,17 +137,7 @@ def save_options(folder: Path, options: dict[str, Any]) -> None:
 
 
 def last_checkpoint(args: TrainingArguments) -> str | None:
-    """Resolve `resume_from_checkpoint`: a checkpoint's folder, or "last" for the newest intact one.
-
-    Args:
-        args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint` are read.
-
-    Returns:
-        `str` or `None`: the folder; None for a run that starts afresh.
-
-    Raises:
-        InputError: on every process: one of them has no such checkpoint, or it is incomplete.
-    """
+    """Find the checkpoint to resume from, if any; if one process does not find it, all refuse."""
     asked = args.resume_from_checkpoint
     if asked is None:
         return None

@@ -55,15 +55,7 @@ class PredictArguments:
 
 
 def main(argv: list[str]) -> None:
-    """Run `entame predict`.
-
-    Args:
-        argv (`list[str]`): the model, the folder and options.
-
-    Raises:
-        InputError: the model or the folder cannot be used; nothing was written.
-        RunError: the file could not be written.
-    """
+    """Run `entame predict`."""
     parser = predict_parser()
     with options_named(parser.named):
         given = parser.given(argv)
@@ -110,17 +102,7 @@ def predict(
 ) -> tuple[np.ndarray, dict[int, Unreadable]]:
     """Predict the classes of images: decoded by all cores while the device works on the batch before.
 
-    Args:
-        model (`PreTrainedModel`): an image classifier.
-        processor (`BaseImageProcessor`): its image processor.
-        files (`list[str]`): paths of N images.
-        batch_size (`int`, *optional*, defaults to 64): images per batch.
-        device (`torch.device`, *optional*): where the model computes.
-        progress (`Callable`, *optional*): called with the number of images that were done.
-
-    Returns:
-        `tuple`: probabilities, float32 (N, C), NaN for images that could not be read; and those images with the
-        reason, by their index.
+    Returns probabilities, float32 (N, C), NaN for images that could not be read, and those images by their index.
     """
     classes = len(class_names(model.config))
     placed: Any = model.eval().to(device)
@@ -172,18 +154,7 @@ def _batches(
 def predictions_csv(
     files: list[str], probabilities: np.ndarray, unreadable: dict[int, Unreadable], names: list[str], top_k: int
 ) -> str:
-    """Write predictions as CSV: file, label and probability of the most probable classes, and errors.
-
-    Args:
-        files (`list[str]`): N paths.
-        probabilities (`numpy.ndarray`): float32 (N, C).
-        unreadable (`dict`): the images that could not be read, by index.
-        names (`list[str]`): C names of classes.
-        top_k (`int`): how many classes an image gets, at most C.
-
-    Returns:
-        `str`: a header and N rows. The columns of further classes end in _2, _3, ...
-    """
+    """Write predictions as CSV: file, label and probability of the `top_k` most probable classes, and errors."""
     top_k = min(top_k, len(names))
     suffixes = ["", *(f"_{rank}" for rank in range(2, top_k + 1))]
     text = StringIO()

@@ -26,14 +26,7 @@ class RankingArguments:
 
 @dataclass(frozen=True)
 class RankedCheckpoint:
-    """Say what was found of a checkpoint.
-
-    Args:
-        name (`str`): its id or folder.
-        probe ([`Probe`]): how well its features fit the classes.
-        size (`tuple[int, int]`): height and width of the images that it saw.
-        seconds (`float`): how long that took, loading included.
-    """
+    """Say what was found of a checkpoint."""
 
     name: str
     probe: Probe
@@ -52,17 +45,6 @@ def rank_checkpoints(
 
     Each checkpoint sees the same images, at most `informed_samples` with the classes' proportions, prepared by its own
     processor. Only the features count: a checkpoint's head may be one for other classes.
-
-    Args:
-        models (sequence of `str`): ids on the Hub, or local folders.
-        splits ([`Splits`]): the images.
-        model_args, data_args, args: size and revision of the models, the image cache, batch size and device.
-
-    Returns:
-        `list[RankedCheckpoint]`: the best first.
-
-    Raises:
-        InputError: the images are a stream, or a checkpoint cannot be loaded.
     """
     if data_args.streaming:
         raise InputError("A stream has no rows to compare models on: leave `streaming` out.")
@@ -93,13 +75,7 @@ def rank_checkpoints(
 
 
 def probe_dataset(model: Any, images: ClassificationDataset, args: RunArguments) -> Probe:
-    """Probe a model on images as evaluation sees them: see [`probe_features`]. To be called in all processes.
-
-    Args:
-        model (`torch.nn.Module`): an image classifier, on the device of `args`.
-        images ([`ClassificationDataset`]): of them, at most `informed_samples`, with the classes' proportions.
-        args ([`RunArguments`]): the batch size and the device too.
-    """
+    """Probe a model on images as evaluation sees them: see [`probe_features`]. To be called in all processes."""
     rows: Any = stratified_rows(images.labels, args.informed_samples, args.seed)
     rows = rows[args.process_index :: args.world_size]
     with images.evaluation_view() as view:
@@ -125,11 +101,7 @@ def ranking_table(ranking: Sequence[RankedCheckpoint]) -> str:
 
 
 def check_ranking(models: Sequence[str], model_args: ModelArguments, data_args: Any, args: RunArguments) -> None:
-    """Refuse a ranking without data, or with a model that is not in it.
-
-    Raises:
-        InputError: the options do not fit together.
-    """
+    """Refuse a ranking without data, or with a model that is not in it."""
     if model_args.model_name_or_path is not None:
         raise InputError(
             f"`models` ranks checkpoints and `model_name_or_path={model_args.model_name_or_path}` inspects one: give "

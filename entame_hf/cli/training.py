@@ -45,11 +45,7 @@ def prepare_data(
     data_args: DataArguments,
     args: RunArguments,
 ) -> BuiltDatasets:
-    """Build the datasets for a model, in the size and with the normalisation that the options ask for.
-
-    Raises:
-        InputError: the image processor or the model does not take that size.
-    """
+    """Build the datasets for a model, in the size and with the normalisation that the options ask for."""
     try:
         if model_args.image_size is not None:
             processor = set_image_size(processor, model_args.image_size)
@@ -82,18 +78,7 @@ def build_trainer(
     options: dict[str, Any],
     class_weights: Tensor | None = None,
 ) -> EntameTrainer:
-    """Build the trainer of a run.
-
-    Args:
-        model (`PreTrainedModel`): the classifier.
-        data ([`BuiltDatasets`]): what it trains and evaluates on.
-        args ([`RunArguments`]): the run's.
-        options (`dict`): what the run was told, for its `run.yaml`.
-        class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts in the loss.
-
-    Raises:
-        InputError: options do not go together.
-    """
+    """Build the trainer of a run."""
     try:
         trainer = EntameTrainer(
             model=model,
@@ -118,15 +103,7 @@ def build_trainer(
 
 
 def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[str, float]]:
-    """Train, evaluate what is saved, and write model, metrics and card.
-
-    Args:
-        trainer ([`EntameTrainer`]): see [`build_trainer`].
-        test (dataset, *optional*): evaluated once, at the end.
-
-    Returns:
-        `dict`: the metrics of the saved weights by split: train, eval and test.
-    """
+    """Train, evaluate what is saved, and write model, metrics and card."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     with locked_output_dir(folder, args.should_save):
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
@@ -146,13 +123,7 @@ def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[s
 
 
 def run(trainer: EntameTrainer, test: Any, splits: Splits) -> None:
-    """Train and save, say what was made, and push it where that was asked for.
-
-    Args:
-        trainer ([`EntameTrainer`]): see [`build_trainer`].
-        test (dataset or `None`): evaluated once, at the end.
-        splits ([`Splits`]): the images, as they were loaded.
-    """
+    """Train and save, say what was made, and push it where that was asked for."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     start, is_first = time.monotonic(), trainer.is_world_process_zero()
     if is_first:

@@ -11,40 +11,14 @@ _BIDI_CONTROLS = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain(text: Any) -> str:
-    """Write any text in one line without characters that control a terminal or the order of the text.
-
-    Args:
-        text: a name, in any script.
-
-    Example:
-
-    ```python
-    >>> from entame_hf.model_card.markdown import plain
-
-    >>> plain("a\\n\\x1b[2Jb")
-    'a �[2Jb'
-    ```
-    """
+    """Write any text in one line without characters that control a terminal or the order of the text."""
     line = _BIDI_CONTROLS.sub("", " ".join(str(text).split()))
     # Surrogates stand for bytes of a file name that are no UTF-8, and cannot be written.
     return "".join("�" if unicodedata.category(character) in ("Cc", "Cs") else character for character in line)
 
 
 def escape(text: Any) -> str:
-    """Write any text in one line so that Markdown and HTML show it as it is.
-
-    Args:
-        text: a name, in any script.
-
-    Example:
-
-    ```python
-    >>> from entame_hf.model_card.markdown import escape
-
-    >>> escape("a|b\\n<i>")
-    'a&#124;b &#60;i&#62;'
-    ```
-    """
+    """Write any text in one line so that Markdown and HTML show it as it is."""
     # An underscore within a word means nothing in Markdown.
     special = r"[\\`*\[\]<>&|~$#{}!@^\"]|(?<!\w)_|_(?!\w)"
     return re.sub(special, lambda found: f"&#{ord(found[0])};", plain(text))

@@ -240,7 +240,11 @@ class HeadRates(TrainerCallback):
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         # The optimizer's: a checkpoint that was resumed brought them along.
         peaks = {group[MARK]: group["initial_lr"] for group in groups if MARK in group}
-        return {"asked": self.trainer.head_args.resolve("head_lr"), "peak": peaks} if peaks and self._sums is None else None
+        return (
+            {"asked": self.trainer.head_args.resolve("head_lr"), "peak": peaks}
+            if peaks and self._sums is None
+            else None
+        )
 
 
 def _split_groups(optimizer: Any, heads: list[Head]) -> None:

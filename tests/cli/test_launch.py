@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch.distributed as dist
 
 from entame_hf import InputError, RunError
-from entame_hf.cli.launch import run_script, say_once
+from entame_hf.cli.launch import run_command, say_once
 
 
 @pytest.mark.parametrize(
@@ -20,20 +18,20 @@ from entame_hf.cli.launch import run_script, say_once
     ],
     ids=["input", "run", "interrupted"],
 )
-def test_what_may_end_a_script_is_a_message_and_a_code(monkeypatch, capsys, error, code, message):
+def test_what_may_end_a_script_is_a_message_and_a_code(capsys, error, code, message):
     def main(argv):
         assert argv == ["--option"]
         raise error
 
-    monkeypatch.setattr(sys, "argv", ["scripts/tool.py", "--option"])
     with pytest.raises(SystemExit) as end:
-        run_script(main)
+        run_command(main, ["--option"], "tool.py")
     assert end.value.code == code
     assert capsys.readouterr().err.startswith(message)
 
 
 def test_a_script_that_ends_well_ends_its_process_group(tmp_path):
-    run_script(lambda _: dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1))
+    where = {"init_method": f"file://{tmp_path}/store", "rank": 0, "world_size": 1}
+    run_command(lambda _: dist.init_process_group("gloo", **where), [], "tool.py")
     assert not dist.is_initialized()
 
 

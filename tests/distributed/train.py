@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from conftest import TINY_VIT, RandomImages, WaitCounter
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
-from entame_hf.cli.launch import run_script
+from entame_hf.cli.launch import run_command
 
 
 class Failing(TrainerCallback):
@@ -107,4 +107,4 @@ def main(folder: str, options: str) -> None:
 
 if __name__ == "__main__":
     # Several runs, one after the other: processes and libraries take longer to start than a run takes.
-    run_script(lambda argv: [main(*run) for run in zip(argv[::2], argv[1::2], strict=True)])
+    run_command(lambda argv: [main(*run) for run in zip(argv[::2], argv[1::2], strict=True)], sys.argv[1:], "train.py")
