@@ -47,12 +47,7 @@ _PATHS = ("data_dir", "dataset_name", "model_name_or_path", "output_dir")
 
 
 def given_for_run(parser: OptionParser, argv: list[str]) -> dict[str, Any]:
-    """Find the values that a command line sets; the `run.yaml` of a run that was moved means the folder it lies in.
-
-    Args:
-        parser ([`OptionParser`]): the command's.
-        argv (`list[str]`): its arguments.
-    """
+    """Find the values that a command line sets; the `run.yaml` of a run that was moved means the folder it lies in."""
     given = parser.given(argv)
     file = Path(argv[0]) if argv else Path()
     here, before = file.parent, given.get("output_dir")
