@@ -2,8 +2,7 @@
 
 from .augmentation import AUGMENTATIONS, Augmentation
 from .batches import BatchDataset, batch_loader, to_device
-from .build import BuiltDatasets, build_datasets
-from .channel_statistics import channel_statistics
+from .build import BuiltDatasets, build_datasets, channel_statistics
 from .columns import balanced_class_weights, stratified_rows
 from .dataset import ClassificationDataset
 from .duplicates import Duplicates, find_duplicates

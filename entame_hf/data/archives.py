@@ -25,21 +25,14 @@ _used: dict[Path, int] = {}
 
 
 def unpack(path: str, max_unzipped_gb: float | None = None) -> str:
-    """Unpack the files of a zip file that may be images or metadata, beside the image cache, once.
+    """Unpack the images and metadata of a zip file once, beside the image cache; return the folder.
 
-    A new version of a zip file replaces those that no process uses any more, and what killed processes left. The last
-    version stays when the zip file is removed or renamed.
-
-    Args:
-        path (`str`): a zip file.
-        max_unzipped_gb (`float`, *optional*): how many GB it may unpack to; by default 100, and 100 times its own size
-            where that is more than 0.1.
-
-    Returns:
-        `str`: the folder that the zip file holds.
+    A new version replaces those that no process uses any more, and what killed processes left. The last version
+    stays when the zip file is removed. By default, it may unpack to 100 times its size where that is more than 0.1
+    GB, and to 100 GB.
 
     Raises:
-        InputError: If the file can't be unpacked, unpacks to too much, or there is no room for what it holds.
+        InputError: If it can't be unpacked, unpacks to more than `max_unzipped_gb`, or there is no room for it.
     """
     status, folder = os.stat(path), cache_folder()
     name = f"zip-{_digest(os.path.realpath(path))}-"

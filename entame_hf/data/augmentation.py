@@ -1,7 +1,7 @@
 """Augment batches on the training device, by numbers drawn for seed, epoch and row.
 
-torchvision's RandAugment, MixUp and CutMix draw once for a whole batch, from a global state. Here the same seed gives
-the same images for any number of workers and processes and after a resume, at the pace of whole batches.
+torchvision's RandAugment, MixUp and CutMix draw once for a whole batch. Here the same seed gives the same images for
+any number of workers and processes and after a resume.
 """
 
 from __future__ import annotations
@@ -35,20 +35,9 @@ Draws = NDArray[np.float32]
 
 
 def draw_uniform(seed: int, epoch: int, purpose: str, rows: Rows, count: int) -> Draws:
-    """Draw uniform numbers for rows of a dataset, independent of the other rows and their order.
+    """Draw uniform numbers in [0, 1), float32 (N, count), that depend on their arguments alone: there is no state.
 
-    Each number is a hash of its arguments (the mixing function of splitmix64), so there is no state to restore.
-
-    Args:
-        seed, epoch (`int`): decide the numbers.
-        purpose (`str`): numbers for different purposes are independent.
-        rows (`numpy.ndarray`): int64 (N,), the rows.
-        count (`int`): numbers a row.
-
-    Returns:
-        `numpy.ndarray`: float32 (N, count), in [0, 1).
-
-    Source: Steele, Lea and Flood, [Fast splittable pseudorandom number
+    Source: splitmix64 of Steele, Lea and Flood, [Fast splittable pseudorandom number
     generators](https://doi.org/10.1145/2714064.2660195), 2014.
     """
     x = (rows[:, None] * count + np.arange(count)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + _key(
@@ -109,14 +98,7 @@ class Augmentation:
         return self.mixup_alpha > 0 or self.cutmix_alpha > 0
 
     def check(self, dtype: torch.dtype) -> None:
-        """Refuse prepared images that this augmentation cannot take.
-
-        Args:
-            dtype (`torch.dtype`): that of the images, see [`Preparation`].
-
-        Raises:
-            InputError: If RandAugment, which takes levels of 0 to 255, gets other values.
-        """
+        """Refuse RandAugment for images that are not prepared as levels of 0 to 255."""
         if self.name == "randaugment" and dtype != torch.uint8:
             raise InputError(
                 "`augmentation=randaugment` needs images that are resized as bytes, but this model's image processor "
@@ -124,17 +106,8 @@ class Augmentation:
             )
 
     def __call__(self, pixels: Tensor, ratios: Tensor, size: tuple[int, int], rows: Rows, epoch: int) -> Tensor:
-        """Augment a batch, before it is normalised.
-
-        Args:
-            pixels (`torch.Tensor`): (N, C, H, W), for crops and RandAugment uint8.
-            ratios (`torch.Tensor`): float32 (N,) on the CPU, width over height before preparation.
-            size (`tuple[int, int]`): height and width of the model's input.
-            rows (`numpy.ndarray`): int64 (N,), the rows of the dataset.
-            epoch (`int`): the epoch.
-
-        Returns:
-            `torch.Tensor`: (N, C, *size), on the device of `pixels`.
+        """Augment a batch before it is normalised: (N, C, H, W) to (N, C, *size), by ratios of width to height and
+        rows.
         """
         self.check(pixels.dtype)
         draw = partial(draw_uniform, self.seed, epoch, rows=rows)
@@ -151,15 +124,11 @@ class Augmentation:
         return pixels
 
     def mix(self, pixels: Tensor, labels: Tensor, classes: int, rows: Rows, epoch: int) -> tuple[Tensor, Tensor]:
-        """Mix images and labels in pairs: the first with the second, the third with the fourth, and so on.
+        """Mix images, floating (N, C, H, W), and labels in pairs: the first with the second, the third with the
+        fourth.
 
-        Processes with an even batch size have the same pairs as one process. The last of an odd number stays as it is.
-
-        Args:
-            pixels (`torch.Tensor`): floating-point (N, C, H, W).
-            labels (`torch.Tensor`): int64 (N,), or float32 (N, classes).
-            classes (`int`): the number of classes.
-            rows, epoch: as for augmenting.
+        Processes with an even batch size have the same pairs as one process. The last of an odd number stays as it
+        is.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: the images, and the probability of each class, float32 (N, classes).

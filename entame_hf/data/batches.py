@@ -16,11 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 
 class BatchDataset(Dataset):
-    """Give batches in two steps, reading on the host and finishing on the training device.
-
-    Attributes:
-        epoch (`int`): the epoch whose batches come next.
-    """
+    """Give batches in two steps, reading on the host and finishing on the training device; `epoch` comes next."""
 
     epoch: int = 0
 
@@ -53,12 +49,10 @@ class BatchDataset(Dataset):
 
 
 class PendingBatch:
-    """Stand for a batch that is made when it is needed, or before.
+    """Stand for a batch that `make` makes when it is needed, or before, with the CUDA event after which it is
+    complete.
 
     accelerate fetches a batch ahead, and needs it when it moves it to the device.
-
-    Args:
-        make (`Callable`): returns the batch on its device, and the CUDA event after which it is complete.
     """
 
     def __init__(self, make: Callable[[], tuple[dict[str, Tensor], Any]]):
@@ -87,10 +81,6 @@ class BatchMaker:
     """Collate rows into a [`PendingBatch`]: read in a thread, finished on a CUDA stream beside the training's.
 
     Cached batches skip the reader thread to avoid contention for the GIL: copying starts when a batch is requested.
-
-    Args:
-        dataset ([`BatchDataset`]): reads the rows.
-        device (`torch.device`): where batches go.
     """
 
     def __init__(self, dataset: BatchDataset, device: torch.device):
@@ -163,19 +153,9 @@ def batch_loader(
     num_workers: int = 0,
     shuffle: bool = False,
 ) -> DataLoader:
-    """Build a loader that makes batches ahead, for `accelerator.prepare`.
+    """Build a loader of [`PendingBatch`]es, which are made ahead on a device; call their `to(device)`.
 
-    Args:
-        dataset ([`BatchDataset`]): the images.
-        batch_size (`int`): images a batch.
-        device (`torch.device`): where batches go.
-        sampler (`torch.utils.data.Sampler`, *optional*): the order; by default, and for streams, the dataset's.
-        drop_last (`bool`, *optional*, defaults to `False`): whether to drop a smaller last batch.
-        num_workers (`int`, *optional*, defaults to 0): processes that decode; 0 decodes in threads.
-        shuffle (`bool`, *optional*, defaults to `False`): whether to shuffle, without a sampler.
-
-    Returns:
-        `torch.utils.data.DataLoader`: gives [`PendingBatch`]es; call their `to(device)`.
+    `num_workers` processes decode; 0 decodes in threads. Streams have no sampler and are not shuffled here.
     """
     dataset.start_workers(num_workers)
     rows: Any = dataset

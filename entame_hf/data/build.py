@@ -5,26 +5,22 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import datasets
+import torch
+from tqdm.auto import tqdm
 from transformers import BaseImageProcessor
 
 from ..errors import InputError
 from .augmentation import Augmentation
-from .channel_statistics import channel_statistics
 from .dataset import ClassificationDataset
 from .loader import Splits
+from .pipeline import ImagePipeline
 from .preparation import Preparation
 from .streaming import StreamingDataset
 from .transforms import set_normalization
 
 
 class BuiltDatasets(NamedTuple):
-    """What a trainer takes.
-
-    Attributes:
-        train, validation: a [`ClassificationDataset`] each or, streamed, a [`StreamingDataset`].
-        test: likewise; `None` if there is no test split to evaluate at the end.
-        processor ([`~transformers.BaseImageProcessor`]): the image processor that goes with the model.
-    """
+    """Hold what a trainer takes: the datasets, `test` or `None`, and the image processor that goes with the model."""
 
     train: Any
     validation: Any
@@ -94,3 +90,35 @@ def build_datasets(
         train = train.with_processor(processor)
         held = {name: rows.with_processor(processor) for name, rows in held.items()}
     return BuiltDatasets(train, held["validation"], held.get("test"), processor)
+
+
+def channel_statistics(
+    dataset: ClassificationDataset, processor: BaseImageProcessor
+) -> tuple[list[float], list[float]]:
+    """Measure the mean and standard deviation of each channel over all pixels of a training split.
+
+    Images are measured as they are prepared, without augmentation, in the processor's scale; unreadable ones are
+    skipped.
+
+    Raises:
+        InputError: If no image can be read.
+    """
+    images = dataset.with_processor(set_normalization(processor, mean=[0.0] * 3, std=[1.0] * 3))
+    plain = ImagePipeline(images.pipeline.preparation, None, images.pipeline.num_classes)
+    pixels, total, squares = 0, torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for start in tqdm(
+        range(0, len(dataset), 64), desc="Measuring mean and std", unit="batch", leave=False, disable=None
+    ):
+        batch = images.read(list(range(start, min(start + 64, len(dataset)))))
+        own = ~images.unreadable.flags[batch.rows]
+        values = plain.finish(batch)["pixel_values"][own].double().flatten(2)
+        pixels += values.shape[0] * values.shape[2]
+        total += values.sum((0, 2))
+        squares += values.square().sum((0, 2))
+    if not pixels:
+        raise InputError("No image can be read, so mean and std cannot be measured: use `normalization=model`.")
+    mean = total / pixels
+    std = (squares / pixels - mean.square()).clamp_min(0).sqrt()
+    # Dividing a constant channel by 1 keeps it finite.
+    std[std < 1e-6] = 1.0
+    return mean.tolist(), std.tolist()

@@ -10,10 +10,13 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
+from datasets import Dataset
 from numpy.typing import NDArray
 from transformers.utils import logging
 from xxhash import xxh3_64_intdigest
 
+from .columns import image_files
 from .pipeline import DecodedImage
 from .workers import threads
 
@@ -33,15 +36,30 @@ def cache_folder() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE) / "entame_hf"
 
 
+def file_marks(dataset: Dataset, image_column: str) -> list[str]:
+    """Tell the state of images that lie in files of their own, which may change under the same name."""
+    lengths, files = image_files(dataset, image_column)
+    paths = files.filter(pc.is_null(lengths)).drop_null().to_pylist()
+    # Many at once: what lies on a network is waited for side by side.
+    return list(threads().map(_file_mark, (paths[i : i + 256] for i in range(0, len(paths), 256))))
+
+
+def _file_mark(paths: list[str]) -> str:
+    return "\n".join(_state(path) for path in paths)
+
+
+def _state(path: str) -> str:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return f"{path} missing"
+    # Another file may come with the same size and time of modification.
+    return f"{path} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
+
 def open_cache(parts: list[str], rows: int, length: int, limit: int) -> ImageCache | None:
-    """Open the [`ImageCache`] of a dataset and a preparation.
-
-    Args:
-        parts (`list[str]`): what decides the pixels: the same parts share a cache.
-        rows, length, limit: as for [`ImageCache`].
-
-    Returns:
-        [`ImageCache`] or `None`: `None`, after a warning, if the disk or the system allows none.
+    """Open the [`ImageCache`] of what decides the pixels; `None`, after a warning, if the disk or system allows
+    none.
     """
     if limit <= 0 or not rows:
         return None
@@ -66,14 +84,11 @@ class ImageCache:
         rows (`int`): how many images the dataset has.
         length (`int`): bytes of an image.
         limit (`int`): bytes that all caches in the folder may take. Unused ones are removed to make room, oldest
-            first. Half of the disk's free space is left free. Images without room are decoded in every epoch.
+            first. Half of the disk's free space is left free.
 
     Attributes:
         kept (`int`): how many images there is room for; the first ones.
         index (`numpy.ndarray`): of each image its checksum, the hash of its file and its ratio of width to height.
-
-    Raises:
-        OSError: If the folder cannot be written.
     """
 
     def __init__(self, key: str, rows: int, length: int, limit: int):
@@ -128,11 +143,7 @@ class ImageCache:
         return float((self.index["checksum"] != 0).mean())
 
     def start_copying(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> list[Future[list[int]]]:
-        """Start to copy the pixels of cached images in threads, which need Python's lock for none of the page faults.
-
-        Args:
-            rows (`numpy.ndarray`): int64 (N,).
-            out (`numpy.ndarray`): uint8 (N, length), filled once all futures are done.
+        """Start to copy cached images to `out`, uint8 (N, length), in threads; page faults need none of Python's lock.
 
         Returns:
             `list[Future]`: each gives the positions in `rows` whose pixels are damaged; they are no longer cached.
@@ -141,15 +152,7 @@ class ImageCache:
         return [threads().submit(self._copy, rows, out, at, at + step) for at in range(0, len(rows), step)]
 
     def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """Copy the pixels of those images that are cached.
-
-        Args:
-            rows (`numpy.ndarray`): int64 (N,).
-            out (`numpy.ndarray`): uint8 (N, length).
-
-        Returns:
-            `numpy.ndarray`: bool (N,), which images were copied.
-        """
+        """Copy those images that are cached to `out`, uint8 (N, length); return which they are, bool (N,)."""
         here = self.has(rows)
         if here.all() and len(rows) > 1:
             damaged = [i for part in self.start_copying(rows, out) for i in part.result()]
@@ -160,15 +163,7 @@ class ImageCache:
         return here
 
     def write(self, row: int, image: DecodedImage) -> bool:
-        """Cache an image if there is room.
-
-        Args:
-            row (`int`): its row.
-            image ([`DecodedImage`]): the image.
-
-        Returns:
-            `bool`: whether it is cached.
-        """
+        """Cache an image if there is room; return whether it is cached."""
         if row >= self.kept:
             return False
         entry = np.array([(0, image.content, image.ratio, 0)], _INDEX)

@@ -20,20 +20,7 @@ _MULTI_LABEL = (
 
 
 def find_image_column(features: Features, name: str | None = None) -> str:
-    """Find the column that holds the images.
-
-    Args:
-        features (`datasets.Features`):
-            The dataset's columns.
-        name (`str`, *optional*):
-            The column that the user named: images, bytes, `{"bytes", "path"}` or paths.
-
-    Returns:
-        `str`: The named column, else the only one of type `datasets.Image`.
-
-    Raises:
-        InputError: If the column doesn't exist or can't hold images, or if none or several could be meant.
-    """
+    """Find the column that holds the images: the named one, else the only one of type `datasets.Image`."""
     if name is not None:
         _require_column(features, name, "image_column_name")
         if not _may_hold_images(features[name]):
@@ -47,20 +34,7 @@ def find_image_column(features: Features, name: str | None = None) -> str:
 
 
 def find_label_column(features: Features, name: str | None = None) -> str:
-    """Find the column that holds the labels.
-
-    Args:
-        features (`datasets.Features`):
-            The dataset's columns.
-        name (`str`, *optional*):
-            The column that the user named: class labels, strings, integers or booleans.
-
-    Returns:
-        `str`: The named column, else the only `datasets.ClassLabel`, else the column "label" or "labels".
-
-    Raises:
-        InputError: If the column doesn't exist or holds something else, or if none or several could be meant.
-    """
+    """Find the column of labels: the named one, else the only `datasets.ClassLabel`, else "label" or "labels"."""
     if name is None:
         candidates = [column for column, feature in features.items() if isinstance(feature, ClassLabel)]
         candidates = candidates or [column for column in ("label", "labels") if column in features]
@@ -103,11 +77,7 @@ def label_values(dataset: Dataset, column: str) -> pa.ChunkedArray:
 
 
 def label_indices(dataset: Dataset, column: str) -> NDArray[np.int64]:
-    """Read class indices: int64 (N,); of rows that hold shares of classes, the index of the largest.
-
-    Raises:
-        InputError: If labels are missing, or no class indices.
-    """
+    """Read class indices: int64 (N,); of rows that hold shares of classes, the index of the largest."""
     shares = label_shares(dataset, column)
     if shares is not None:
         return shares.argmax(1)
@@ -123,11 +93,7 @@ def label_indices(dataset: Dataset, column: str) -> NDArray[np.int64]:
 
 
 def label_shares(dataset: Dataset, column: str, split: str = "train") -> NDArray[np.float32] | None:
-    """Read rows of one number a class: float32 (N, C); `None` for a column of another kind.
-
-    Raises:
-        InputError: If rows don't sum to 1: several classes an image need another loss.
-    """
+    """Read rows of one number a class that sum to 1: float32 (N, C); `None` for a column of another kind."""
     if not is_list(dataset.features[column]):
         return None
     values = label_values(dataset, column)
@@ -151,11 +117,7 @@ def label_shares(dataset: Dataset, column: str, split: str = "train") -> NDArray
 
 
 def count_classes(feature: object, column: str, count: int | None = None) -> int:
-    """Count the classes of a label column: so many as are given, else as its `ClassLabel` names.
-
-    Raises:
-        InputError: If neither says.
-    """
+    """Count the classes of a label column: `count` if it is given, else those that its `ClassLabel` names."""
     if count is None and is_list(feature) and feature.length > 0:  # type: ignore[attr-defined]
         return feature.length  # type: ignore[attr-defined]
     if count is None and not isinstance(feature, ClassLabel):
@@ -219,25 +181,10 @@ def is_list(feature: object) -> bool:
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
-    """Weigh classes against their frequency, so that each counts alike and an example 1 on average.
+    """Weigh classes against their frequency: float32 (C,), N / (C · images of the class), C being those that have
+    images.
 
-    Args:
-        labels (`torch.Tensor`): int64 (N,), those of the training part.
-        num_classes (`int`): C.
-
-    Returns:
-        `torch.Tensor`: float32 (C,): N / (C · images of the class), C being the classes that have images; 0 for those
-        that have none.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from entame_hf.data import balanced_class_weights
-
-    >>> balanced_class_weights(torch.tensor([0, 0, 0, 1]), 2)
-    tensor([0.6667, 2.0000])
-    ```
+    Each class then counts alike, and an example 1 on average; classes without images have 0.
     """
     counts = torch.bincount(labels, minlength=num_classes).float()
     weights = counts.sum() / (counts > 0).sum() / counts
@@ -245,15 +192,9 @@ def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def stratified_rows(labels: Tensor, count: int, seed: int) -> list[int]:
-    """Choose rows at random so that classes keep their proportions.
+    """Choose `count` rows at random so that classes keep their proportions, in ascending order.
 
-    Args:
-        labels (`torch.Tensor` of shape `(n,)` or `(n, C)`): the class of each row, or the fraction of each class.
-        count (`int`): how many.
-        seed (`int`): the same seed chooses the same rows.
-
-    Returns:
-        `list[int]`: in ascending order; all rows if they are no more than `count`.
+    `labels` are int64 (N,), or float (N, C) shares of classes.
     """
     if labels.ndim == 2:
         labels = labels.argmax(1)

@@ -16,9 +16,8 @@ from transformers import BaseImageProcessor
 
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
-from .cache import ImageCache, open_cache
+from .cache import ImageCache, file_marks, open_cache
 from .columns import check_labels, count_classes, label_indices, label_shares, row_number
-from .file_marks import file_marks
 from .images import UnreadableImageError
 from .pipeline import DecodedImage, HostBatch, ImagePipeline, Keep, PipelineDataset
 from .preparation import Preparation
@@ -40,24 +39,15 @@ class ClassificationDataset(PipelineDataset):
     that batches keep one size on every rank. DataLoader workers and the main process share what is known.
 
     Args:
-        dataset (`datasets.Dataset`):
-            The rows.
-        image_column (`str`):
-            The column of images; they are decoded here.
-        label_column (`str`):
-            The column of class indices.
-        preparation ([`Preparation`]):
-            What is done to each image before it is cached.
-        augmentation ([`Augmentation`], *optional*):
-            What is done to images in training. By default nothing.
-        name (`str`, *optional*, defaults to `"train"`):
-            What messages call this dataset.
-        evaluation (`bool`, *optional*, defaults to `False`):
-            Whether stand-ins are labelled -100, which the loss and the metrics ignore, so that no image counts twice.
-        cache_gb (`float`, *optional*, defaults to 32):
-            Disk space for all caches together; 0 caches nothing.
-        num_classes (`int`, *optional*):
-            The number of classes, by default that of the label column's `ClassLabel`.
+        dataset (`datasets.Dataset`): The rows.
+        image_column, label_column (`str`): The columns of images, which are decoded here, and of class indices.
+        preparation ([`Preparation`]): What is done to each image before it is cached.
+        augmentation ([`Augmentation`], *optional*): What is done to images in training. By default nothing.
+        name (`str`, *optional*, defaults to `"train"`): What messages call this dataset.
+        evaluation (`bool`, *optional*, defaults to `False`): Whether stand-ins are labelled -100, which the loss and
+            the metrics ignore, so that no image counts twice.
+        cache_gb (`float`, *optional*, defaults to 32): Disk space for all caches together; 0 caches nothing.
+        num_classes (`int`, *optional*): The number of classes, by default that of the label column's `ClassLabel`.
 
     Raises:
         InputError: If `num_classes` is missing or too small; when images are read, if more than 1 % of them, and more
@@ -113,18 +103,8 @@ class ClassificationDataset(PipelineDataset):
         return {name: values[0] for name, values in batch.items()}
 
     def read(self, indices: list[int], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
-        """Read a batch from the cache, and decode the images that are not cached.
-
-        Args:
-            indices (`list[int]`): the rows.
-            epoch (`int`, *optional*, defaults to 0): decides the augmentation.
-            device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes common JPEGs.
-
-        Returns:
-            [`HostBatch`]: the images and labels.
-
-        Raises:
-            InputError: If too many images are unreadable.
+        """Read a batch from the cache, and decode the images that are not cached; a CUDA `device` decodes common
+        JPEGs.
         """
         asked = np.asarray(indices, dtype=np.int64)
         gpu = device if device is not None and device.type == "cuda" else None
@@ -169,25 +149,14 @@ class ClassificationDataset(PipelineDataset):
         super().set_epoch(epoch)
 
     def start_workers(self, count: int) -> None:
-        """Start processes that decode, unless most images are cached.
-
-        Args:
-            count (`int`): how many; 0 leaves it to threads of this process.
-        """
+        """Start so many processes that decode, unless most images are cached."""
         if self._has_most():
             self._workers.stop()
         else:
             self._workers.start(count)
 
     def with_processor(self, processor: BaseImageProcessor) -> ClassificationDataset:
-        """Give the same images prepared by another processor; both know the same unreadable images.
-
-        Args:
-            processor ([`~transformers.BaseImageProcessor`]): the processor.
-
-        Returns:
-            [`ClassificationDataset`]: the other view.
-        """
+        """Give the same images prepared by another processor; both know the same unreadable images."""
         other = copy.copy(self)
         preparation = self.pipeline.preparation.with_processor(processor)
         other.pipeline = ImagePipeline(preparation, self.pipeline.augmentation, self.pipeline.num_classes)
@@ -196,11 +165,7 @@ class ClassificationDataset(PipelineDataset):
 
     @contextmanager
     def evaluation_view(self) -> Iterator[ClassificationDataset]:
-        """Show the same images as evaluation sees them; cache and flags are shared.
-
-        No augmentation, of whole images the part that evaluation crops, and stand-ins labelled -100. Processes that
-        decode for this view end with the context.
-        """
+        """Show the same images as evaluation sees them, with stand-ins labelled -100; cache and flags are shared."""
         view = copy.copy(self)
         view.pipeline = self.pipeline.for_evaluation()
         view.evaluation, view._workers = True, Workers(view._decode_row)

@@ -29,13 +29,7 @@ Hashes = NDArray[np.uint64]
 
 
 class Duplicates(NamedTuple):
-    """Count the images of one split whose files equal files of another, byte by byte.
-
-    Attributes:
-        images (`int`): how many they are.
-        other_labels (`int`): how many of them have another label there.
-        example (`tuple[str, str]` or `None`): the names of the first one in both splits.
-    """
+    """Count the images of one split whose files equal files of another, those of another label, and name the first."""
 
     images: int
     other_labels: int
@@ -52,11 +46,7 @@ class Duplicates(NamedTuple):
 
 
 def compare_files(rows: Dataset, train: Dataset, image_column: str, label_column: str) -> Duplicates | None:
-    """Find the images of a split that are in the training split too, by reading files of equal size alone.
-
-    Returns:
-        [`Duplicates`] or `None`: `None` if there are too many files of equal size to read them before training.
-    """
+    """Find the images of a split that are in train too, by reading files of one size; `None` if they are too many."""
     sizes, others = _sizes(rows, image_column), _sizes(train, image_column)
     own, theirs = (np.flatnonzero(np.isin(a, b) & (a > 0)) for a, b in ((sizes, others), (others, sizes)))
     pairs = ((rows, own), (train, theirs))

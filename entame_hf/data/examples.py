@@ -15,21 +15,15 @@ from torch.utils.data import Subset, TensorDataset
 from transformers.trainer_utils import has_length
 from xxhash import xxh3_64
 
-from .columns import label_values
+from .columns import image_files, label_values
 from .dataset import ClassificationDataset
 from .streaming import StreamingDataset
 
 
 def known_labels(dataset: Any) -> NDArray[np.int64] | None:
-    """Get the class of each example, if that takes no look at the examples.
+    """Get the class of each example, int64 (N,), if that takes no look at the examples.
 
-    Args:
-        dataset (dataset):
-            A [`ClassificationDataset`], a `datasets.Dataset` with a column "label" or "labels", a dataset of torch or
-            torchvision with its classes in `targets` or `labels`, or a `Subset` of one.
-
-    Returns:
-        `numpy.ndarray` or `None`: int64 (N,); `None` if the labels are not known, or are no class indices.
+    A `datasets.Dataset` has them in "label" or "labels", datasets of torch or torchvision in `targets` or `labels`.
     """
     if isinstance(dataset, Subset):
         labels = known_labels(dataset.dataset)
@@ -52,23 +46,11 @@ def known_labels(dataset: Any) -> NDArray[np.int64] | None:
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:
-    """Describe which examples a dataset has, in their order.
-
-    It does not depend on the folder or the machine that they lie on.
-
-    Args:
-        dataset (dataset): any dataset; of one that is not known, the number of examples is described.
+    """Describe which examples a dataset has, in their order, wherever it lies.
 
     Returns:
         `dict`: `examples`, their number, and `hash`, `None` if nothing else is known. Of a stream, what is known of
             `dataset`, `columns` and `files`.
-
-    Example:
-
-    ```python
-    >>> fingerprint(splits.train)
-    {'examples': 4000, 'hash': '5d9c8b7f6a1e2c30'}
-    ```
     """
     if not has_length(dataset):
         return _stream(dataset.dataset if isinstance(dataset, StreamingDataset) else dataset)
@@ -127,17 +109,8 @@ def _images(dataset: Any) -> list[bytes]:
 
 
 def _column(dataset: datasets.Dataset, name: str) -> list[bytes]:
-    # Of the whole table, as it lies on disk: choosing rows would copy the images that are in it.
-    values = dataset.data.column(name)
-    is_struct = pa.types.is_struct(values.type)
-    parts = [pc.struct_field(values, part) for part in ("bytes", "path")] if is_struct else [values]
-    found = []
-    for part in parts:
-        is_binary = pa.types.is_binary(part.type) or pa.types.is_large_binary(part.type)
-        part = pc.binary_length(part) if is_binary else part
-        part = part if dataset._indices is None else part.take(dataset._indices.column(0))
-        found.append(pc.fill_null(part, -1).to_numpy().tobytes() if is_binary else _ends(part.to_pylist()))
-    return found
+    lengths, paths = image_files(dataset, name)
+    return [pc.fill_null(lengths, -1).to_numpy().tobytes(), _ends(paths.to_pylist())]
 
 
 def _ends(paths: list[Any]) -> bytes:

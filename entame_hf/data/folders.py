@@ -23,18 +23,7 @@ COLUMNS = Features({"image": datasets.Image(decode=False), "label": Value("strin
 
 
 def open_folder(data_dir: str | os.PathLike[str], max_unzipped_gb: float | None = None) -> Folder:
-    """Scan a folder, or unpack a zip file and scan what it holds.
-
-    Args:
-        data_dir (`str` or `os.PathLike`): a folder or a zip file.
-        max_unzipped_gb (`float`, *optional*): as for [`unpack`].
-
-    Returns:
-        [`Folder`]: What lies in it.
-
-    Raises:
-        InputError: If it is neither, or can't be read.
-    """
+    """Scan a folder, or unpack a zip file and scan what it holds."""
     root = os.path.abspath(os.path.expanduser(data_dir))
     if os.path.isfile(root) and zipfile.is_zipfile(root):
         root = unpack(root, max_unzipped_gb)
@@ -62,16 +51,6 @@ def read_folder(
     data_layout: str = "auto",
 ) -> Source:
     """Read the splits of a folder of images, without opening one.
-
-    Args:
-        root ([`Folder`]):
-            The scanned folder.
-        train_split, eval_split (`str`, *optional*):
-            Folders to take for splits, whatever their names.
-        label_column_name (`str`, *optional*):
-            The column of the labels in metadata files.
-        data_layout (`str`, *optional*, defaults to `"auto"`):
-            `"CLASS"`, `"SPLIT/CLASS"` or `"CLASS/SPLIT"`: what the folders are. "auto" finds it out.
 
     Returns:
         [`Source`]: A `datasets.Dataset` a split, of the columns "image" (an undecoded `datasets.Image`) and "label"

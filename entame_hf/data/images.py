@@ -86,13 +86,7 @@ def decode_image(value: Any) -> Image.Image:
 
 
 def encoded_bytes(value: Any) -> bytes | None:
-    """Read an image's file.
-
-    Args:
-        value: as for [`decode_image`].
-
-    Returns:
-        `bytes` or `None`: the file's content; `None` for a `PIL.Image.Image`.
+    """Read an image's file; `None` for a `PIL.Image.Image`.
 
     Raises:
         UnreadableImageError: If it is missing, not a regular file or larger than 256 MB.
@@ -126,11 +120,7 @@ def read_orientation(image: Image.Image) -> int:
 
 
 def check_pixel_count(width: int, height: int) -> None:
-    """Refuse an image of more than `PIL.Image.MAX_IMAGE_PIXELS` pixels, before they are decoded.
-
-    Raises:
-        UnreadableImageError: If it is larger.
-    """
+    """Refuse an image of more than `PIL.Image.MAX_IMAGE_PIXELS` pixels, before they are decoded."""
     limit = Image.MAX_IMAGE_PIXELS
     if limit is not None and width * height > limit:
         raise UnreadableImageError(f"{width} × {height} pixels are more than PIL.Image.MAX_IMAGE_PIXELS = {limit:,}")

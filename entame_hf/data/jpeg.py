@@ -22,12 +22,7 @@ _BASELINE, _EXTENDED, _PROGRESSIVE, _SCAN, _APP1, _ADOBE = 0xC0, 0xC1, 0xC2, 0xD
 
 
 class JpegHeader(NamedTuple):
-    """Describe a JPEG.
-
-    Attributes:
-        height, width (`int`): of the image as it is stored.
-        upright (`bool`): whether it is shown as it is stored, by its EXIF and XMP as Pillow reads them.
-    """
+    """Describe a JPEG as it is stored, and whether it is shown so by its EXIF and XMP as Pillow reads them."""
 
     height: int
     width: int
@@ -35,16 +30,7 @@ class JpegHeader(NamedTuple):
 
 
 def common_jpeg(data: bytes) -> JpegHeader | None:
-    """Read the header of a complete 8-bit grey or YCbCr JPEG.
-
-    Decoders agree on these. They differ on truncated files, CMYK and RGB.
-
-    Args:
-        data (`bytes`): a file.
-
-    Returns:
-        [`JpegHeader`] or `None`: `None` for every other file, and for more than `PIL.Image.MAX_IMAGE_PIXELS` pixels.
-    """
+    """Read the header of a complete 8-bit grey or YCbCr JPEG; `None` for other files, on which decoders differ."""
     if not data.startswith(_START) or not data[-64:].rstrip(b"\0").endswith(_END):
         return None
     size, tagged, position = (0, 0), False, 2
@@ -68,21 +54,11 @@ def common_jpeg(data: bytes) -> JpegHeader | None:
 
 
 def decode_pixels(value: Any, least: tuple[int, int] | None = None) -> Tensor:
-    """Decode an image to the pixels that [`decode_image`] gives, faster for a common, upright JPEG.
+    """Decode an image to the pixels that [`decode_image`] gives, uint8 (3, H, W), faster for a common, upright JPEG.
 
-    Those are decoded by libjpeg-turbo without Pillow's copies and without Python's lock, so that threads run side by
-    side. All other images go through [`decode_image`].
-
-    Args:
-        value: as for [`decode_image`].
-        least (`tuple[int, int]`, *optional*): height and width that suffice. A JPEG of twice, four or eight times as
-            many pixels a side is decoded at that fraction, in less time and to slightly other pixels.
-
-    Returns:
-        `torch.Tensor`: uint8 (3, H, W), RGB.
-
-    Raises:
-        UnreadableImageError: If it cannot be decoded.
+    libjpeg-turbo decodes these without Pillow's copies and without Python's lock. A JPEG of twice, four or eight
+    times the height and width that suffice (`least`) is decoded at that fraction, in less time and to slightly other
+    pixels.
     """
     data = encoded_bytes(value)
     header = common_jpeg(data) if data else None
@@ -106,17 +82,10 @@ def _reduced(header: JpegHeader, least: tuple[int, int]) -> tuple[int, int]:
 
 
 def decode_on_gpu(images: list[bytes], device: torch.device) -> list[Tensor] | None:
-    """Decode a batch of upright [`common_jpeg`]s with nvJPEG, which TorchCodec has.
+    """Decode upright [`common_jpeg`]s with nvJPEG, which TorchCodec has; `None` if one can't be, or without
+    TorchCodec.
 
     It does not interpolate colours between pixels as libjpeg-turbo does: good to train on, not to compare with.
-
-    Args:
-        images (`list[bytes]`): the files.
-        device (`torch.device`): a CUDA device.
-
-    Returns:
-        `list[torch.Tensor]` or `None`: uint8 (3, H, W) each; `None` if one of them cannot be decoded, or without
-        TorchCodec.
     """
     try:
         from torchcodec import decoders

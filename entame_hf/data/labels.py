@@ -20,18 +20,9 @@ def encode_labels(
 ) -> tuple[dict[str, Rows], list[str]]:
     """Turn the label column of all splits into one `datasets.ClassLabel`, the first split's.
 
-    Text is sorted as text ("10" before "2"), integers as numbers. A `datasets.ClassLabel` keeps its names. Splits are
-    matched by the names of their classes in Unicode's composed form, whatever the indices that each has for them.
-    Rows of one number a class that sum to 1 are shares of classes: one-hot rows become class indices, others stay for
-    training and become the index of the largest share for evaluation.
-
-    Args:
-        splits (`dict[str, datasets.Dataset | datasets.IterableDataset]`):
-            The splits, by the name that the user knows them by; first the one to train on.
-        column (`str`):
-            The label column.
-        num_labels (`int`, *optional*):
-            The number of classes of a stream whose labels are integers without names.
+    Text is sorted as text ("10" before "2"), integers as numbers. A `datasets.ClassLabel` keeps its names. Splits
+    are matched by the names of their classes in NFC. Rows of one number a class that sum to 1 are shares of classes:
+    one-hot rows become class indices, others stay for training and become the index of the largest for evaluation.
 
     Returns:
         `tuple[dict[str, Rows], list[str]]`: The splits, encoded, and the names of the classes.
@@ -86,17 +77,7 @@ def _refuse_same_looks(names: list[str]) -> None:
 
 
 def recode(rows: Rows, column: str, feature: ClassLabel, split: str, first: str) -> Rows:
-    """Give labels the indices that another split has for the same names.
-
-    Args:
-        rows (`datasets.Dataset` or `datasets.IterableDataset`): the split.
-        column (`str`): its label column.
-        feature (`datasets.ClassLabel`): the classes.
-        split, first (`str`): what messages call this split, and the one whose classes these are.
-
-    Raises:
-        InputError: If a class is not among them.
-    """
+    """Give labels the indices that another split, called `first`, has for the same names."""
     own = rows.features[column]
     if own == feature:
         return rows

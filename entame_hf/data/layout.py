@@ -23,14 +23,7 @@ _HOLDERS = frozenset({"images", "image", "imgs", "img", "all", "unknown", "data"
 
 
 def unwrap(folder: Folder) -> tuple[Folder, list[str]]:
-    """Go down through folders that hold one folder of folders.
-
-    Args:
-        folder ([`Folder`]): a folder of images.
-
-    Returns:
-        `tuple[Folder, list[str]]`: the folder that holds splits or classes, and the images beside those gone through.
-    """
+    """Go down through folders that hold one folder of folders; give the images beside these too."""
     strays: list[str] = []
     while len(folder.folders) == 1 and not folder.metadata:
         inside = folder.folders[0]
@@ -42,11 +35,8 @@ def unwrap(folder: Folder) -> tuple[Folder, list[str]]:
 
 
 def unwrap_split(folder: Folder, classes: frozenset[str] = frozenset()) -> Folder:
-    """Go down through folders that repeat the split's name, or hold nothing but its classes.
-
-    Args:
-        folder ([`Folder`]): a split's folder.
-        classes (`frozenset[str]`): the classes of train; a folder of this name is one.
+    """Go down through folders that repeat the split's name, or hold nothing but its classes, those of train if
+    known.
     """
     while len(folder.filled) == 1 and not folder.files:
         inside = folder.filled[0]
@@ -71,11 +61,6 @@ def has_classes(root: Folder) -> bool:
 
 def find_layout(root: Folder, layout: str, named: set[str]) -> tuple[str, dict[str, str]]:
     """Find whether the folders in a folder are splits or classes.
-
-    Args:
-        root ([`Folder`]): the folder.
-        layout (`str`): one of `LAYOUTS`; "auto" looks at names, and at which of them repeat.
-        named (`set[str]`): the splits that the user named.
 
     Returns:
         `tuple[str, dict[str, str]]`: the layout, and which split each folder's name means, of those that mean one.

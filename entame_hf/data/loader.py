@@ -27,24 +27,13 @@ class Splits:
     """Hold what a run trains and is evaluated on.
 
     Attributes:
-        train (`datasets.Dataset`):
-            The split to train on. Images are undecoded, labels class indices.
-        validation (`datasets.Dataset`):
-            The split to evaluate on during training, with the same two columns.
-        class_names (`list[str]`):
-            The name of each class, by its index.
-        image_column (`str`):
-            The column that holds the images.
-        label_column (`str`):
-            The column that holds the labels.
-        test (`datasets.Dataset`, *optional*):
-            The split to evaluate on at the end, if there is one. All are `datasets.IterableDataset` if streamed.
-        understanding ([`Understanding`]):
-            How the dataset was understood.
-        skipped (`list[SkippedImage]`):
-            The images that are in no split, and why.
-        uncompared (`set[str]`):
-            The splits whose files `describe` did not compare with those of train, because they are too many.
+        train, validation, test (`datasets.Dataset`): Undecoded images and class indices; `test`, which is evaluated
+            at the end, may be `None`. All are `datasets.IterableDataset` if streamed.
+        class_names (`list[str]`): The name of each class, by its index.
+        image_column, label_column (`str`): Their columns.
+        understanding ([`Understanding`]): How the dataset was understood.
+        skipped (`list[SkippedImage]`): The images that are in no split, and why.
+        uncompared (`set[str]`): The splits that `describe` did not compare with train: too many files.
     """
 
     train: Rows
@@ -87,20 +76,15 @@ def load_splits(
     """Load the splits of a dataset.
 
     Args:
-        dataset_name (`str`, *optional*):
-            An id on the Hub, or a local folder of Parquet files or images. This or `data_dir` is given.
-        dataset_config_name (`str`, *optional*):
-            The dataset's configuration.
-        data_dir (`str`, *optional*):
-            A folder of images or of Parquet files, or a zip file of images: see [`read_folder`].
-        data_layout (`str`, *optional*, defaults to `"auto"`):
-            What folders are: "CLASS", "SPLIT/CLASS" or "CLASS/SPLIT".
-        max_unzipped_gb (`float`, *optional*):
-            How much a zip file may unpack to: see [`unpack`].
-        streaming (`bool`, *optional*, defaults to `False`):
-            Keep nothing of `dataset_name` on disk.
-        options:
-            Which columns and splits, and how many images: what [`split_dataset`] takes.
+        dataset_name (`str`, *optional*): An id on the Hub, or a local folder of Parquet files or images. This or
+            `data_dir` is given.
+        dataset_config_name (`str`, *optional*): The dataset's configuration.
+        data_dir (`str`, *optional*): A folder of images or of Parquet files, or a zip file of images.
+        data_layout (`str`, *optional*, defaults to `"auto"`): What folders are: "CLASS", "SPLIT/CLASS" or
+            "CLASS/SPLIT".
+        max_unzipped_gb (`float`, *optional*): How much a zip file may unpack to; by default 100 times its size.
+        streaming (`bool`, *optional*, defaults to `False`): Keep nothing of `dataset_name` on disk.
+        options: Which columns and splits, and how many images: what [`split_dataset`] takes.
 
     Returns:
         [`Splits`]: The splits.
@@ -173,34 +157,24 @@ def split_dataset(
     """Choose splits, columns and classes of a dataset.
 
     Args:
-        loaded (`datasets.DatasetDict`, `datasets.Dataset` or [`Source`]):
-            The dataset's splits, or its only one; streams too.
-        image_column_name (`str`, *optional*):
-            The column of the images; by default the only one that holds images.
-        label_column_name (`str`, *optional*):
-            The column of the labels; by default the only `ClassLabel`, else "label" or "labels".
-        train_split (`str`, *optional*):
-            The split to train on; by default the one whose name means training.
-        eval_split (`str`, *optional*):
-            The split to evaluate on during training; by default the one whose name means validation ("val", "dev"),
-            else `test_fraction` of the training split. Naming the training split sets this fraction aside too.
-        test_fraction (`float`, *optional*, defaults to 0.15):
-            The fraction of each class that is set aside where there is no validation split. Training and validation
-            get one image of a class each at least; the only image of a class is trained on.
-        max_train_samples (`int`, *optional*):
-            Train on so many images at most, of each class in proportion.
-        max_eval_samples (`int`, *optional*):
-            Evaluate on so many images at most, likewise.
-        images_per_class (`int`, *optional*):
-            Train on so many images of each class at most.
-        num_labels (`int`, *optional*):
-            The number of classes of a stream whose labels are integers without names.
-        seed (`int`, *optional*, defaults to 42):
-            Decides which images are set aside and drawn.
+        loaded (`datasets.DatasetDict`, `datasets.Dataset` or [`Source`]): Its splits, or its only one; streams too.
+        image_column_name (`str`, *optional*): The column of the images; by default the only one that holds images.
+        label_column_name (`str`, *optional*): The column of the labels; by default the only `ClassLabel`, else "label"
+            or "labels".
+        train_split (`str`, *optional*): The split to train on; by default the one whose name means training.
+        eval_split (`str`, *optional*): The split to evaluate on during training; by default the one whose name means
+            validation ("val", "dev"), else `test_fraction` of the training split. A split whose name means testing is
+            for the end of a run. Naming the training split sets this fraction aside too.
+        test_fraction (`float`, *optional*, defaults to 0.15): The fraction of each class that is set aside where there
+            is no validation split. Training and validation get one image of a class each at least.
+        max_train_samples, max_eval_samples (`int`, *optional*): Train or evaluate on so many images at most, of each
+            class in proportion.
+        images_per_class (`int`, *optional*): Train on so many images of each class at most.
+        num_labels (`int`, *optional*): The number of classes of a stream whose labels are integers without names.
+        seed (`int`, *optional*, defaults to 42): Decides which images are set aside and drawn.
 
     Returns:
-        [`Splits`]: The splits. A split whose name means testing is for the end of a run, and never set aside for
-        choosing a checkpoint, unless `eval_split` names it.
+        [`Splits`]: The splits.
 
     Raises:
         InputError: If the dataset can't train a classifier.

@@ -33,21 +33,11 @@ class Row(NamedTuple):
 def read_metadata(
     root: Folder, named: set[str], label_column_name: str | None = None, needed: bool = True
 ) -> Source | None:
-    """Read the splits of a folder whose labels stand in metadata files.
+    """Read the splits of a folder whose labels stand in metadata files; `None` where none has labels.
 
-    A file's paths are relative to its folder. Labels are text, as they stand there. A row belongs to the split whose
-    folder its image lies in, else to the one that its column "split" names, else to train.
-
-    Args:
-        root ([`Folder`]): the folder.
-        named (`set[str]`): folders that the user takes for splits.
-        label_column_name (`str`, *optional*): the column of the labels; by default "label" or "labels", or the only
-            column beside "file_name".
-        needed (`bool`, *optional*, defaults to `True`): whether there are no class folders: only a column called
-            "label" or "labels" is taken in their place.
-
-    Returns:
-        [`Source`] or `None`: `None` where no metadata file has labels.
+    A file's paths are relative to its folder. Labels are text, as they stand there, in the column "label" or
+    "labels" or, if they are needed, in the only other one. A row belongs to the split whose folder its image lies
+    in, else to the one that its column "split" names, else to train.
 
     Raises:
         InputError: If a file can't be read, an image has two labels, or a class loses most of its images.

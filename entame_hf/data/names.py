@@ -33,15 +33,7 @@ def _loose(name: str) -> str:
 
 
 def code_points(name: str) -> str:
-    """Write a name with its code points.
-
-    Example:
-
-    ```python
-    >>> code_points("cat ")
-    "'cat ' (U+0063 U+0061 U+0074 U+0020)"
-    ```
-    """
+    """Write a name with its code points: 'cat ' (U+0063 U+0061 U+0074 U+0020)."""
     points = " ".join(f"U+{ord(character):04X}" for character in name)
     return f"{printable(name)!r} ({shorten(points, 120, placeholder=' ...') or 'empty'})"
 

@@ -27,12 +27,8 @@ _GPU_BATCH_PIXELS = 2**26
 
 
 class DecodedImage(NamedTuple):
-    """Hold an image that is ready to be cached.
-
-    Attributes:
-        pixels (`numpy.ndarray`): uint8 (B,), the bytes of its prepared pixels.
-        ratio (`float`): width over height before preparation.
-        content (`int`): 64-bit hash of its file, 0 if it has none.
+    """Hold the bytes of an image's prepared pixels, uint8 (B,), its ratio of width to height, and its file's hash or
+    0.
     """
 
     pixels: NDArray[np.uint8]
@@ -84,14 +80,7 @@ class HostBatch:
 class ImagePipeline:
     """Decode images on the host, and augment and normalise batches of them on a device.
 
-    Args:
-        preparation ([`Preparation`]): per-image work.
-        augmentation ([`Augmentation`], *optional*): what is done to images in training; by default nothing.
-        num_classes (`int`): the number of classes.
-        crop ([`EvaluationCrop`], *optional*): for whole images without augmentation.
-
-    Attributes:
-        length (`int`): B, the bytes of an image's prepared pixels.
+    `crop` is for whole images without augmentation; `length` are the bytes of an image's prepared pixels.
     """
 
     def __init__(
@@ -112,14 +101,7 @@ class ImagePipeline:
         return ImagePipeline(self.preparation, None, self.num_classes, self.preparation.evaluation_crop())
 
     def decode(self, value: Any) -> DecodedImage | UnreadableImageError:
-        """Decode and prepare one image.
-
-        Args:
-            value: as for [`decode_image`].
-
-        Returns:
-            [`DecodedImage`], or the error if it cannot be decoded or prepared.
-        """
+        """Decode and prepare one image, or give the error if it cannot be."""
         try:
             data = encoded_bytes(value)
             source = value if data is None else data
@@ -139,13 +121,8 @@ class ImagePipeline:
     def decode_into(
         self, batch: HostBatch, positions: Rows, values: list[Any], keep: Keep | None = None
     ) -> list[tuple[int, UnreadableImageError]]:
-        """Decode images to their places in a batch, in threads.
-
-        Args:
-            batch ([`HostBatch`]): the batch.
-            positions (`numpy.ndarray`): int64 (M,), where each image goes.
-            values (`list`): M images, each as for [`decode_image`].
-            keep (`Callable`, *optional*): called in threads with the number of each image and the image.
+        """Decode images to their places in a batch, in threads, which call `keep` with each image's number and the
+        image.
 
         Returns:
             `list[tuple[int, UnreadableImageError]]`: the numbers of those that cannot be decoded.
@@ -166,11 +143,7 @@ class ImagePipeline:
     def decode_on_gpu(
         self, batch: HostBatch, positions: Rows, values: list[Any], device: torch.device, keep: Keep | None = None
     ) -> list[int]:
-        """Decode those images on a GPU that nvJPEG decodes reliably, as [`~ImagePipeline.decode_into`] does all.
-
-        Returns:
-            `list[int]`: their numbers.
-        """
+        """Decode likewise what nvJPEG decodes reliably, on a CUDA device; return the numbers of these images."""
         resize_crop = self.preparation.resize_crop
         if resize_crop is None:
             return []
@@ -207,10 +180,6 @@ class ImagePipeline:
     def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device.
 
-        Args:
-            batch ([`HostBatch`]): the batch.
-            device (`torch.device`, *optional*): where it goes.
-
         Returns:
             `dict[str, torch.Tensor]`: `pixel_values`, float32 (N, 3, H, W), and `labels`: int64 (N,), or float32
             (N, classes) if the augmentation mixes images or the dataset holds shares of classes.
@@ -234,13 +203,7 @@ class ImagePipeline:
 
 
 class PipelineDataset(BatchDataset):
-    """Finish batches by an [`ImagePipeline`], and name the images that cannot be read.
-
-    Attributes:
-        pipeline ([`ImagePipeline`]): decodes and finishes images.
-        unreadable ([`UnreadableRows`] or [`UnreadableNames`]): the images that cannot be read.
-        name (`str`): what messages call this dataset.
-    """
+    """Finish batches by an [`ImagePipeline`], and name the images that cannot be read."""
 
     pipeline: ImagePipeline
     unreadable: Any

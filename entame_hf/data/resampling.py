@@ -24,22 +24,14 @@ def crop_and_resize(
 
     Args:
         images (`torch.Tensor`): (N, C, H, W), uint8 or floating.
-        boxes (`torch.Tensor`): float32 (N, 4): top, left, height and width in pixels, on the images' device.
+        boxes (`torch.Tensor`): float32 (N, 4): top, left, height and width in pixels.
         size (`tuple[int, int]`): height and width of the result.
         filter (`str`, *optional*, defaults to `"bicubic"`): or `"bilinear"`.
-        sizes (`torch.Tensor`, *optional*): int64 (N, 2) on the images' device, height and width of each image without
-            its padding. By default there is no padding.
+        sizes (`torch.Tensor`, *optional*): int64 (N, 2), height and width of each image without its padding.
 
     Returns:
         `torch.Tensor`: floating (N, C, *size): float16 on CUDA (rounding errors up to half a level of 255), else
         float32. Cubic weights may overshoot the range of `images` a little.
-
-    Example:
-
-    ```python
-    >>> crop_and_resize(images, torch.tensor([[0.0, 0.0, 48.0, 64.0]]), (24, 24)).shape
-    torch.Size([1, 3, 24, 24])
-    ```
     """
     dtype = torch.float16 if images.is_cuda else torch.float32
     if sizes is None:
@@ -109,12 +101,7 @@ class ResizeCrop(NamedTuple):
 def find_resize_crop(
     processor: BaseImageProcessor, probes: list[Image.Image], prepared: list[Tensor]
 ) -> ResizeCrop | None:
-    """Find the resize and crop that give what a processor gave.
-
-    Args:
-        processor ([`~transformers.BaseImageProcessor`]): the processor, whose settings name the candidates.
-        probes (`list[PIL.Image.Image]`): images.
-        prepared (`list[torch.Tensor]`): uint8 (3, H, W), what it made of each.
+    """Find the resize and crop that give what a processor gave, uint8 (3, H, W) each, of probes.
 
     Returns:
         [`ResizeCrop`] or `None`: `None` if none comes within half a level of 255 on average.
@@ -143,25 +130,14 @@ def _difference(candidate: ResizeCrop, probe: Image.Image, pixels: Tensor) -> fl
 
 
 class EvaluationCrop:
-    """Take of whole images, resized to squares, what evaluation takes of them.
-
-    Args:
-        resize_crop ([`ResizeCrop`], *optional*): the processor's; by default all of the image.
-    """
+    """Take of whole images, resized to squares, what evaluation takes of them: by default all."""
 
     def __init__(self, resize_crop: ResizeCrop | None) -> None:
         self._resize_crop = resize_crop
 
     def __call__(self, pixels: Tensor, ratios: Tensor, size: tuple[int, int]) -> Tensor:
-        """Crop and resize a batch.
-
-        Args:
-            pixels (`torch.Tensor`): uint8 (N, C, H, W).
-            ratios (`torch.Tensor`): float32 (N,) on the CPU, width over height before images were resized.
-            size (`tuple[int, int]`): height and width of the result.
-
-        Returns:
-            `torch.Tensor`: floating (N, C, *size).
+        """Crop and resize uint8 (N, C, H, W) to floating (N, C, *size), by ratios of width to height before the
+        squares.
         """
         crop = self._resize_crop or ResizeCrop(size)
         # The shape of an image of this ratio; its scale does not matter.

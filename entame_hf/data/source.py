@@ -22,13 +22,7 @@ MAX_NAMED = 100_000
 
 
 class SkippedImage(NamedTuple):
-    """Name an image that is not used.
-
-    Attributes:
-        image (`str`): its path, or its row.
-        split (`str`): the split it belongs to; empty if it belongs to none.
-        reason (`str`): why it is not used.
-    """
+    """Name an image that is not used, the split it belongs to, if any, and why."""
 
     image: str
     split: str
@@ -37,13 +31,9 @@ class SkippedImage(NamedTuple):
 
 @dataclass
 class Source:
-    """Hold the splits that a loader found.
+    """Hold the splits that a loader found, by the names that the user knows, and how they lie there.
 
-    Attributes:
-        splits (`dict[str, datasets.Dataset | datasets.IterableDataset]`): by the names that the user knows.
-        layout (`str`): how they lie there, in a few words.
-        notes (`list[str]`): what is left out, with counts; one sentence each.
-        skipped (`list[SkippedImage]`): the images that are left out.
+    `notes` say what is left out, with counts, one sentence each; `skipped` names these images.
     """
 
     splits: dict[str, Rows]
@@ -62,15 +52,7 @@ class Source:
 
 
 def count_of(count: int, noun: str) -> str:
-    """Write a count with its noun.
-
-    Example:
-
-    ```python
-    >>> count_of(1, "image"), count_of(1200, "class")
-    ('1 image', '1,200 classes')
-    ```
-    """
+    """Write a count with its noun: 1 image, 1,200 classes."""
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{count:,} {noun if count == 1 else plural}"
 
@@ -82,15 +64,7 @@ def listed(names: Iterable[object]) -> str:
 
 
 def write_skipped_images(folder: str | os.PathLike[str], skipped: Iterable[SkippedImage]) -> Path | None:
-    """Write which images are not used, and why.
-
-    Args:
-        folder (`str` or `os.PathLike`): the folder of the results.
-        skipped (iterable of [`SkippedImage`]): what [`Splits`] left out and what the datasets could not read.
-
-    Returns:
-        `pathlib.Path` or `None`: the file `skipped_images.csv`; `None`, and no file, where every image is used.
-    """
+    """Write which images are not used, and why; `None`, and no file, where every image is used."""
     path = Path(folder) / SKIPPED_FILE
     rows = list(dict.fromkeys(skipped))
     if not rows:

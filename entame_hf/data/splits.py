@@ -49,23 +49,10 @@ def _parse(name: str) -> tuple[str | None, frozenset[str]]:
 
 
 def split_kinds(names: Iterable[str]) -> dict[str, str]:
-    """Find the folders whose names mean splits.
+    """Find which names of folders that lie side by side mean splits, and which: "train", "test", "unlabeled"...
 
     A name means a split if it says nothing else (`train`, `val2017`, `test_set`), or if another split's name beside
     it says the same else (`seg_train` beside `seg_test`).
-
-    Args:
-        names (iterable of `str`): the names of folders that lie side by side.
-
-    Returns:
-        `dict[str, str]`: "train", "validation", "test" or "unlabeled" for each name that means one.
-
-    Example:
-
-    ```python
-    >>> split_kinds(["seg_train", "seg_pred", "bus"])
-    {'seg_train': 'train', 'seg_pred': 'unlabeled'}
-    ```
     """
     parsed = {name: (kind, rest) for name in names for kind, rest in [_parse(name)] if kind is not None}
     return {
@@ -80,13 +67,6 @@ def find_splits(names: Iterable[str], kind: str) -> list[str]:
 
     The kind's own name is taken first, then names that say nothing else (`dev`), then any that say it
     (`validation_matched`).
-
-    Args:
-        names (iterable of `str`): the splits' names.
-        kind (`str`): "train", "validation" or "test".
-
-    Returns:
-        `list[str]`: those that could be meant: none, the one, or several.
     """
     names = list(names)
     if kind in names:
@@ -96,19 +76,7 @@ def find_splits(names: Iterable[str], kind: str) -> list[str]:
 
 
 def choose_split(names: Iterable[str], kind: str, parameter: str) -> str | None:
-    """Choose the split of a kind among a dataset's splits.
-
-    Args:
-        names (iterable of `str`): the splits' names.
-        kind (`str`): "train" or "validation".
-        parameter (`str`): what chooses one where several could be meant.
-
-    Returns:
-        `str` or `None`: the split, if there is one.
-
-    Raises:
-        InputError: If several could be meant.
-    """
+    """Choose the split of a kind; refuse several, of which `parameter` chooses one."""
     found = find_splits(names, kind)
     if len(found) > 1:
         raise InputError(

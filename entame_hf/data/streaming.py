@@ -88,19 +88,7 @@ class StreamingDataset(PipelineDataset, IterableDataset):
             yield {"row": row, "epoch": self.epoch, **item}
 
     def read(self, indices: list[Any], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
-        """Decode a batch of rows.
-
-        Args:
-            indices (`list[dict]`): rows, as iterating gives them.
-            epoch: ignored; the rows have it.
-            device (`torch.device`, *optional*): where the batch goes next. A CUDA device decodes common JPEGs.
-
-        Returns:
-            [`HostBatch`]: the images and labels.
-
-        Raises:
-            InputError: If too many images are unreadable, or all of the first batch.
-        """
+        """Decode a batch of rows, as iterating gives them with their epoch; a CUDA `device` decodes common JPEGs."""
         labels = torch.tensor([item[self.label_column] for item in indices])
         check_labels(labels, self.pipeline.num_classes, self.label_column)
         self.unreadable.count(labels)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
@@ -13,7 +15,15 @@ from ..errors import InputError
 from .columns import image_names, label_indices
 from .source import Source, count_of, listed
 from .splits import TEST, TRAIN, VALIDATION
-from .streams import limit_stream
+
+# Rows are drawn from at most so many files or row groups: opening each one takes a request.
+_PLACES = 200
+
+# At least so many rows are read to draw from.
+_BUFFER = 1000
+
+# Labels of so many rows show whether a stream is mixed.
+_LOOKED_AT = 10_000
 
 Codes = NDArray[np.int64]
 Limits = Mapping[str, int | None]
@@ -32,11 +42,7 @@ def hold_out(codes: Codes, fraction: float, seed: int) -> NDArray[np.bool_]:
 
 
 def draw(codes: Codes, limit: int, seed: int, parameter: str) -> NDArray[np.int64]:
-    """Choose a number of rows in ascending order, of each class in proportion and at least one.
-
-    Raises:
-        InputError: If there are more classes than rows to choose; `parameter` is what the message calls the limit.
-    """
+    """Choose a number of rows in ascending order, of each class in proportion and at least one."""
     if limit >= len(codes):
         return np.arange(len(codes))
     classes, counts = np.unique(codes, return_counts=True)
@@ -69,17 +75,64 @@ def check_limit(limit: int, classes: int, parameter: str) -> None:
         )
 
 
+def limit_stream(
+    stream: IterableDataset, limit: int, label_column: str, classes: int, seed: int, parameter: str
+) -> tuple[IterableDataset, str | None]:
+    """Draw a number of rows of a stream, the same in each pass; say how many classes are missing, if any.
+
+    A stream is often sorted by class, and its first rows are of one class. Rows are drawn from buffers that are filled
+    at many places: files, or row groups of Parquet files.
+
+    Raises:
+        InputError: If all rows are of one class.
+    """
+    # A generator is read as it is: epochs and processes would draw other rows of a shuffled stream.
+    drawn = IterableDataset.from_generator(
+        _draw, features=stream.features, gen_kwargs={"stream": stream.reshard(), "limit": limit, "seed": seed}
+    )
+    labels = {row[label_column] for row in itertools.islice(drawn, _LOOKED_AT)}
+    if len(labels) < 2 <= classes:
+        raise InputError(
+            f"`{parameter}={limit}`: all images drawn from the stream are of one class, because it is sorted by "
+            f"class. Leave `{parameter}` out, or shuffle the dataset once with `Dataset.shuffle` and write it again."
+        )
+    missing = classes - len(labels)
+    note = f"no image of {missing:,} of {count_of(classes, 'class')} was drawn from the stream." if missing else None
+    return drawn, note
+
+
+def _draw(stream: IterableDataset, limit: int, seed: int) -> Iterator[dict[str, Any]]:
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(stream.num_shards).tolist()
+    places = min(stream.num_shards, _PLACES, max(10, limit // 5))
+    each, buffer = -(-limit // places), -(-max(_BUFFER, 2 * limit) // places)
+    drawn: dict[int, set[int]] = {}
+    left = limit
+    for place in order:
+        rows = list(itertools.islice(_place(stream, place), buffer))
+        chosen = generator.permutation(len(rows))[: min(each, left)].tolist()
+        yield from (rows[i] for i in chosen)
+        drawn[place] = set(chosen)
+        left -= len(chosen)
+        if not left:
+            return
+    # Places that hold less than the others leave room.
+    for place in order:
+        for i, row in enumerate(_place(stream, place)):
+            if i not in drawn[place]:
+                yield row
+                left -= 1
+                if not left:
+                    return
+
+
+def _place(stream: IterableDataset, place: int) -> IterableDataset:
+    return stream.shard(num_shards=stream.num_shards, index=place)
+
+
 @dataclass
 class EncodedSplits:
-    """Choose rows of splits by role: "train", "validation" and "test".
-
-    Args:
-        source ([`Source`]): collects what is left out.
-        origins (`dict[str, str]`): what the user calls the split of each role.
-        image_column, label_column (`str`): the columns of images and of class indices.
-        class_names (`list[str]`): the classes by index.
-        seed (`int`): decides all draws.
-    """
+    """Choose rows of splits by role ("train", "validation" and "test"); `origins` are the user's names for them."""
 
     source: Source
     origins: dict[str, str]

@@ -45,15 +45,8 @@ def open_dataset(
 ) -> Source:
     """Open all splits of a dataset of the Hub, of a local folder of Parquet, or saved by `save_to_disk`.
 
-    Args:
-        name (`str`): an id on the Hub or a local folder.
-        config (`str`, *optional*): the dataset's configuration.
-        streaming (`bool`, *optional*, defaults to `False`): keep nothing on disk.
-        read_images (`Callable`): reads a repository of image files once it is on disk.
-
-    Returns:
-        [`Source`]: Its splits. Labels have the indices of one list of names in all files of a split, even where the
-        files order their classes differently.
+    Labels have the indices of one list of names in all files of a split, even where the files order their classes
+    differently. `read_images` reads a repository of image files once it is on disk.
 
     Raises:
         InputError: If it can't be opened, or files have labels that can't be matched by name.
@@ -125,10 +118,9 @@ def _download_images(builder: Any, explicit: bool) -> Folder:
 
 
 def _name_splits(builder: Any, name: str) -> tuple[Any, list[str]]:
-    """Assign a dataset's files to splits by the table of names; `datasets` takes eval for test, and holdout for none.
+    """Assign files to splits by the table of names; give a builder of these splits, and the files of none.
 
-    Returns:
-        A builder of these splits, and the files that belong to none.
+    `datasets` takes eval for test, and holdout for none.
     """
     own = {path: str(split) for split, paths in builder.config.data_files.items() for path in paths}
     paths = list(own)
@@ -165,10 +157,7 @@ def _without_secrets(text: str) -> str:
 
 
 def _names_of_files(builder: Any) -> dict[str, list[tuple[str, Names]]]:
-    """Read the class names that each Parquet file of each split has; nothing for other formats.
-
-    `datasets` applies the first file's features to all others, which renames their classes.
-    """
+    """Read the class names of each Parquet file of each split: `datasets` applies the first file's to all others."""
     if not isinstance(builder, Parquet) or not builder.config.data_files:
         return {}
     files = builder.config.data_files.items()

@@ -20,21 +20,8 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:
-    """Build the transform for evaluation: exactly what the processor does.
-
-    Args:
-        processor ([`~transformers.BaseImageProcessor`]):
-            The model's image processor.
-
-    Returns:
-        `Callable`: from an RGB `PIL.Image.Image` to a float tensor (C, H, W). It can be pickled.
-
-    Example:
-
-    ```python
-    >>> evaluation_transform(AutoImageProcessor.from_pretrained("google/vit-base-patch16-224"))(image).shape
-    torch.Size([3, 224, 224])
-    ```
+    """Build the transform for evaluation, from an RGB `PIL.Image.Image` to a float tensor: exactly what the
+    processor does.
     """
     if isinstance(processor, TimmWrapperImageProcessor):
         return processor.val_transforms
@@ -42,17 +29,9 @@ def evaluation_transform(processor: BaseImageProcessor) -> Transform:
 
 
 def pixel_transform(processor: BaseImageProcessor, tensors: bool) -> Callable[[Any], Tensor]:
-    """Build the resize and crop of a processor, without scaling and normalisation.
+    """Build the resize and crop of a processor, to a uint8 tensor (3, H, W) without scaling and normalisation.
 
-    Args:
-        processor ([`~transformers.BaseImageProcessor`]):
-            The model's image processor.
-        tensors (`bool`):
-            Whether the transform takes uint8 tensors (3, H, W), which resize faster, instead of images. For some
-            processors it then fails or gives other pixels.
-
-    Returns:
-        `Callable`: from an RGB image to a uint8 tensor (3, H, W), if the processor can be split.
+    `tensors` takes uint8 tensors (3, H, W) in place of images; for some processors it fails or gives other pixels.
     """
     if not isinstance(processor, TimmWrapperImageProcessor):
         # EfficientNet's processor scales a second time if include_top is set.
@@ -67,18 +46,7 @@ def pixel_transform(processor: BaseImageProcessor, tensors: bool) -> Callable[[A
 
 
 def output_size(processor: BaseImageProcessor) -> tuple[int, int]:
-    """Measure the size of the images that a processor gives.
-
-    Args:
-        processor ([`~transformers.BaseImageProcessor`]):
-            The image processor.
-
-    Returns:
-        `tuple[int, int]`: Height and width.
-
-    Raises:
-        InputError: If it gives no images, or images of different sizes, which fit no batch.
-    """
+    """Measure the height and width of the images that a processor gives; refuse different ones, which fit no batch."""
     shapes = {tuple(evaluation_transform(processor)(Image.new("RGB", size)).shape) for size in ((96, 64), (64, 96))}
     if len(shapes) != 1 or len(shape := shapes.pop()) != 3:
         raise InputError(f"{type(processor).__name__} does not give images of one size. Set it: `image_size=224`.")
@@ -129,18 +97,7 @@ def set_image_size(processor: BaseImageProcessor, size: int) -> BaseImageProcess
 def set_normalization(
     processor: BaseImageProcessor, mean: Sequence[float], std: Sequence[float]
 ) -> BaseImageProcessor:
-    """Make a processor that normalises with another mean and standard deviation.
-
-    Args:
-        processor ([`~transformers.BaseImageProcessor`]):
-            The model's image processor; it does not change.
-        mean (`Sequence[float]`):
-            The mean of each channel, of values as the processor scales them, by default to [0, 1].
-        std (`Sequence[float]`):
-            The standard deviation of each channel.
-
-    Returns:
-        [`~transformers.BaseImageProcessor`]: A processor of the same class.
+    """Make a processor that normalises with another mean and standard deviation, of values as it scales them.
 
     Raises:
         InputError: If a standard deviation is not positive or the processor does not apply them.

@@ -33,16 +33,9 @@ _IMAGE = re.compile(
 
 @dataclass
 class Folder:
-    """Hold what lies in a folder.
+    """Hold what lies in a folder: folders, images, metadata files, all other files, and the count of images below.
 
-    Attributes:
-        path (`str`): its absolute path.
-        folders (`list[Folder]`): the folders in it, sorted by name.
-        files (`list[str]`): the paths of the files right in it that may be images, sorted.
-        metadata (`list[str]`): the paths of metadata files right in it.
-        others (`list[str]`): the paths of all other files right in it.
-        count (`int`): how many files below it may be images.
-        name (`str`): its name; that of an unpacked zip file without the suffix.
+    An unpacked zip file has its name without the suffix.
     """
 
     path: str
@@ -103,19 +96,9 @@ def begins_as_image(file: IO[bytes]) -> bool:
 
 
 def scan(path: str, unzip: Callable[[str], str] | None = None) -> Folder:
-    """Scan a folder.
+    """Scan a folder; `unzip` unpacks a zip file in it to a folder that takes its place.
 
     Links are followed, but not back to a folder above. Hidden files and folders are left out.
-
-    Args:
-        path (`str`): the folder.
-        unzip (`Callable`, *optional*): unpacks a zip file in it to a folder, which takes its place.
-
-    Returns:
-        [`Folder`]: What lies in it.
-
-    Raises:
-        InputError: If a folder can't be read.
     """
     try:
         return _scan(path, frozenset(), unzip)

@@ -20,13 +20,7 @@ _FEW = 12
 
 @dataclass
 class SplitFacts:
-    """Hold what is known of a split.
-
-    Attributes:
-        role (`str`): "train", "validation" or "test".
-        origin (`str`): where its rows come from.
-        counts (`numpy.ndarray` or `None`): int64 (C,), images a class; `None` for a stream.
-    """
+    """Hold the role of a split, where its rows come from, and its images a class, `None` for a stream."""
 
     role: str
     origin: str
@@ -39,14 +33,7 @@ class SplitFacts:
 
 @dataclass
 class Understanding:
-    """Hold how a dataset was understood, for `entame inspect`, a training and a model card alike.
-
-    Attributes:
-        layout (`str`): how its files lie.
-        splits (`list[SplitFacts]`): train, validation and, if there is one, test.
-        class_names (`list[str]`): the classes by index.
-        notes (`list[str]`): what is left out or looks odd, with counts; one sentence each.
-    """
+    """Hold how a dataset was understood, for `entame inspect`, a training and a model card alike."""
 
     layout: str = ""
     splits: list[SplitFacts] = field(default_factory=list)
@@ -54,17 +41,7 @@ class Understanding:
     notes: list[str] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Write three lines, on splits, classes and images a class, and a line a note.
-
-        Example:
-
-        ```python
-        >>> print(load_splits(data_dir="pets").describe())
-        Splits: train 850 (train), validation 150 (15 % of train, set aside); read as DATA_DIR/CLASS.
-        Classes: 2: cat, dog.
-        Images a class in train: cat 510, dog 340.
-        ```
-        """
+        """Write three lines, on splits, classes and images a class, and a line a note."""
         return "\n".join(printable(line) for line in self._lines())
 
     def _lines(self) -> Iterator[str]:

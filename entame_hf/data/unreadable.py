@@ -69,11 +69,7 @@ def _warn(name: str, reason: object) -> None:
 class UnreadableRows:
     """Flag the unreadable rows of a dataset, in memory that all processes of the machine share.
 
-    Args:
-        labels (`torch.Tensor`): int64 (N,), the class of each row.
-        class_names (sequence of `str`): by class.
-        describe (`Callable`): returns the name of a row for messages.
-        reason (`Callable`): returns the reason why a row is unreadable, if another process found it.
+    `describe` names a row; `reason` finds why one is unreadable that another process found.
     """
 
     def __init__(
@@ -88,20 +84,12 @@ class UnreadableRows:
         self._reasons: dict[int, str] = {}
 
     def add(self, row: int, reason: object) -> None:
-        """Flag a row, and name it in a warning the first time.
-
-        Raises:
-            InputError: If more than 1 % of all images, and more than 5, or most images of a class are unreadable.
-        """
+        """Flag a row, and name it in a warning the first time; refuse to lose too many."""
         if self._flag(row, reason):
             self._check(row)
 
     def gather(self) -> None:
-        """Add what other ranks could not read, and count for the whole job. To be called in all of them.
-
-        Raises:
-            InputError: As for [`~UnreadableRows.add`].
-        """
+        """Add what other ranks could not read, and count for the whole job. To be called in all of them."""
         for row, reason in gather_object(list(self._found())):
             self._flag(row, reason)
         # One of each class.
@@ -109,11 +97,7 @@ class UnreadableRows:
             self._check(row)
 
     def replace(self, rows: Rows) -> Rows:
-        """Return the rows, each flagged one replaced by the next that is not.
-
-        Raises:
-            InputError: If all are flagged.
-        """
+        """Return the rows, each flagged one replaced by the next that is not."""
         flags = self.flags.numpy()
         if not flags[rows].any():
             return rows
@@ -156,11 +140,7 @@ class UnreadableRows:
 
 
 class UnreadableNames:
-    """Count the images of a stream, and name the unreadable ones.
-
-    Args:
-        classes (`int`): the number of classes.
-    """
+    """Count the images of a stream, and name the unreadable ones."""
 
     def __init__(self, classes: int):
         self.reasons: dict[str, str] = {}
@@ -174,12 +154,7 @@ class UnreadableNames:
         self._counts[0] += np.bincount(labels, minlength=self._counts.shape[1])
 
     def add(self, name: str, label: int, reason: object) -> None:
-        """Note an image, and name it in a warning the first time.
-
-        Raises:
-            InputError: If more than 1 % of the images, and more than 20, or most of a class, and more than 5, are
-                unreadable.
-        """
+        """Note an image, and name it in a warning the first time; refuse to lose too many."""
         if name not in self.reasons:
             self._counts[1, label] += 1
             self._note(name, label, reason)

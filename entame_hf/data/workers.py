@@ -52,15 +52,10 @@ def _threads(process: int) -> ThreadPoolExecutor:
 
 
 class Workers:
-    """Run a task for many rows, in forked processes once they are started, else in threads.
+    """Run a task for many rows, in forked processes once they are started, else in threads; results are pickled.
 
-    Pillow and image processors hold Python's lock for most of the time that a small image takes.
-
-    Args:
-        task (`Callable`): takes a row; its result is pickled. Processes have the task as it is when they start.
-
-    Attributes:
-        pool (`concurrent.futures.ProcessPoolExecutor` or `None`): the processes.
+    Pillow and image processors hold Python's lock for most of the time that a small image takes. Processes have the
+    task as it is when they start.
     """
 
     def __init__(self, task: Callable[[int], Any]):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from datasets import ClassLabel, Dataset, Features, Image
 
-from entame_hf.data.file_marks import file_marks
+from entame_hf.data.cache import file_marks
 
 
 def table(images: list[dict | None]) -> Dataset:
