@@ -109,7 +109,7 @@ def test_a_stranger_gets_from_an_empty_folder_to_an_onnx_file(shell):
     finetune, predict, resume_readme = (line.split("  #")[0] for line in use.splitlines())
     assert resume.strip() == resume_readme
     said = shell.kill(finetune, signal.SIGINT, "out/checkpoint-*/checkpoint_files.json")
-    assert f"Interrupted. Resume with: {resume_readme}" in said
+    assert f"interrupted. Resume with:\n  {resume_readme}" in said
     shell.kill(resume_readme, signal.SIGKILL, "out/checkpoint-[4-9]?/checkpoint_files.json")
     assert "Done in" in shell.run(resume_readme)
     state = json.loads((shell.folder / "out" / "trainer_state.json").read_text())

@@ -89,15 +89,21 @@ class Console(TrainerCallback):
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print text above a progress bar. A terminal's lines break between words, a file's stay as they are."""
+    """Print text above a progress bar: see [`fitted`]."""
     file = file or sys.stdout
-    if file.isatty():
-        width = shutil.get_terminal_size().columns
-        lines = text.split("\n")
-        lines = [fill(s, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) for s in lines]
-        text = "\n".join(lines)
-    tqdm.write(text, file=file)
+    tqdm.write(fitted(text, file), file=file)
     file.flush()
+
+
+def fitted(text: str, file: TextIO) -> str:
+    """Break a terminal's lines between words; a file's stay whole."""
+    if not file.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = text.split("\n")
+    return "\n".join(
+        fill(s, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) for s in lines
+    )
 
 
 class Patience(TrainerCallback):

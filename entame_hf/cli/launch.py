@@ -12,10 +12,11 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
+from tqdm.auto import tqdm
 from transformers.utils import logging as transformers_logging
 
 from ..errors import InputError, RunError
-from .console import say
+from .console import fitted, say
 
 
 def say_once(message: str) -> None:
@@ -32,7 +33,7 @@ def say_once(message: str) -> None:
                 # The launcher ends all processes as soon as one has ended.
                 store.wait([f"{key}/said"])
                 return
-    say(message, sys.stderr)
+    tqdm.write(message, file=sys.stderr)
     with suppress(RuntimeError):
         if store is not None:
             store.set(f"{key}/said", "")
@@ -43,13 +44,13 @@ def run_command(main: Callable[[list[str]], object], argv: list[str], name: str)
     try:
         main(argv)
     except InputError as error:
-        say_once(f"{name}: error: {' '.join(str(error).split())}")
+        say_once(fitted(f"{name}: error: {' '.join(str(error).split())}", sys.stderr))
         sys.exit(2)
     except RunError as error:
         say_once(f"{name}: error: {error}")
         sys.exit(1)
-    except KeyboardInterrupt:
-        say_once(f"{name}: interrupted.")
+    except KeyboardInterrupt as stop:
+        say_once(f"{name}: interrupted. {stop}".rstrip())
         sys.exit(130)
     if dist.is_initialized():
         # Threads of gloo that still run when Python ends would abort the process.

@@ -93,11 +93,14 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
     return "\n".join(lines)
 
 
-def what_to_type(folder: Path) -> str:
-    """Say how an interrupted run is resumed, or started anew if it left no checkpoint."""
+def what_to_type(trainer: EntameTrainer) -> str:
+    """Say how an interrupted run goes on: resumed, or started anew if it left no checkpoint."""
+    folder = Path(str(trainer.args.output_dir))
+    if not trainer.state.global_step:
+        return "No step was taken: the same command starts it again."
     if last_intact_checkpoint(str(folder)):
-        return f"Resume with: {resume_command(folder)}"
-    return f"There is no checkpoint yet. Start anew with: entame finetune {_run_file(folder)} --overwrite"
+        return f"Resume with:\n  {resume_command(folder)}"
+    return f"There is no checkpoint yet. Start anew with:\n  entame finetune {_run_file(folder)} --overwrite"
 
 
 def resume_command(folder: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -130,10 +129,8 @@ def run(trainer: EntameTrainer, test: Any, splits: Splits) -> None:
         say(introduction(trainer))
     try:
         found = train_and_save(trainer, test)
-    except KeyboardInterrupt:
-        if is_first:
-            print(f"\nInterrupted. {what_to_type(folder)}", file=sys.stderr)
-        raise
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(what_to_type(trainer)) from stop
     if args.gradio and is_first:
         write_app(folder, trainer.hub_model_id if args.push_to_hub else None)
     data: dict[str, Any] = {"train": trainer.train_dataset, "validation": trainer.eval_dataset, "test": test}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from entame_hf.cli.console import Console, Patience, best_evaluation, duration
+from entame_hf.cli.console import Console, Patience, best_evaluation, duration, fitted
 
 
 def evaluations(*accuracies):
@@ -90,3 +91,14 @@ def test_images_per_second_leave_evaluations_out(args, capsys, monkeypatch):
     first, second = capsys.readouterr().out.splitlines()
     assert "  8 images/s  15:00 left" in first
     assert "  4 images/s  08:00 left" in second
+
+
+@pytest.mark.parametrize("columns", [20, 80])
+def test_a_terminals_lines_break_between_words_and_a_files_stay_whole(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text, file, terminal = f"{'word ' * 30}/a/path/that/is/longer/than/a/line\nend", StringIO(), StringIO()
+    terminal.isatty = lambda: True
+    assert fitted(text, file) == text
+    lines = fitted(text, terminal).split("\n")
+    assert max(len(line) for line in lines if "path" not in line) <= columns
+    assert " ".join(line.strip() for line in lines) == text.replace("\n", " ")

@@ -13,6 +13,7 @@ from cli_folders import arguments, contents, hf_folder, photos, timm_folder  # n
 
 from entame_hf import InputError, NonFiniteError
 from entame_hf.cli import finetune
+from entame_hf.cli.console import Console
 
 pytestmark = pytest.mark.runs
 
@@ -107,3 +108,21 @@ def test_a_folder_in_use_is_refused_by_process_and_host(photos, timm_folder, fin
         other.kill()
     # The next run is not kept out by what the killed one has left.
     (finished / ".run.lock").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("event", "step", "message"),
+    [
+        ("on_train_begin", 0, "No step was taken"),
+        ("on_step_end", 1, "no checkpoint yet.*\n  entame finetune .*run.yaml --overwrite$"),
+        ("on_step_end", 9, "Resume with:\n  entame finetune .*run.yaml --resume_from_checkpoint last$"),
+    ],
+)
+def test_an_interrupted_run_says_what_to_type(tmp_path, monkeypatch, photos, timm_folder, event, step, message):
+    def stop(self, args, state, control, **kwargs):
+        if state.global_step == step:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Console, event, stop)
+    with pytest.raises(KeyboardInterrupt, match=message):
+        finetune.main(arguments(timm_folder, photos, tmp_path / "out", image_size=32))
