@@ -32,14 +32,13 @@ def main(argv: list[str]) -> int:
     report = commands.add_parser("report", help="write tables and a picture")
     report.add_argument("--results", type=Path, nargs="+", required=True, help="Parquet files")
     report.add_argument("--output", type=Path, help="folder; by default the first file's name without its suffix")
-    report.add_argument("--all_pictures", action="store_true", help="draw the curves of every model too")
     options = parser.parse_args(argv)
     # The imports below ask for GPUs and for other processes, which is possible only once.
     if options.command == "report":
         from reproduction.report import write_report
 
         output = options.output or options.results[0].with_suffix("")
-        print(*write_report(options.results, output, options.all_pictures), sep="\n")
+        print(*write_report(options.results, output), sep="\n")
         return 0
     # Progress bars of many short trainings, side by side, say nothing.
     os.environ.setdefault("TQDM_DISABLE", "1")

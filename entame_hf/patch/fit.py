@@ -161,4 +161,4 @@ def _write(leaf: Any, ridge: Ridge, mean: Tensor, var: Tensor, std: Tensor) -> N
         weight, centre = weight / std, mean + std * centre
     leaf.weight.copy_(weight.view(leaf.weight.shape))
     if leaf.bias is not None:
-        leaf.bias.copy_(-weight @ centre)
+        leaf.bias.copy_(-(weight @ centre))

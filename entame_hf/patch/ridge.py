@@ -82,7 +82,7 @@ def fit_ridge(
     if is_first():
         values, vectors = torch.linalg.eigh(gram)
         gram.copy_(vectors)
-        sums.copy_(sums @ vectors)
+        _multiply(sums, vectors)
         del vectors
     for result in (values, gram, sums):
         send_from_first(result)
@@ -92,16 +92,15 @@ def fit_ridge(
     alphas = [around * ratio for ratio in FINE]
     errors, right = problem.leave_one_out(alphas, values, gram, sums)
     best = int(errors.argmin())
-    shrunk = values + alphas[best]
-    weight = (sums / shrunk) @ gram.mT
-    send_from_first(weight)
-    return Ridge(
-        weight,
-        problem.centre,
-        alphas[best],
-        float(right[best]) / problem.total,
-        int(problem.total),
-    )
+    _multiply(sums.div_(values + alphas[best]), gram.mT)
+    send_from_first(sums)
+    return Ridge(sums, problem.centre, alphas[best], float(right[best]) / problem.total, int(problem.total))
+
+
+def _multiply(rows: Tensor, matrix: Tensor) -> None:
+    """Multiply rows by a square matrix in place, some at a time: with many classes they take much memory."""
+    for part in rows.split(max(1, VALUES_AT_ONCE // len(matrix))):
+        part.copy_(part @ matrix)
 
 
 class LeastSquares:

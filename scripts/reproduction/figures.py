@@ -1,4 +1,4 @@
-"""Pictures of a report: one for a first look, and on request the paper's figures for every model."""
+"""Pictures of a report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
-from entame_hf.plots import accuracy_curves, feature_variance_curves
+from entame_hf.plots import accuracy_curves
 
 from .groups import METHODS, Combination, Group, Run, early, final, in_order, mean, name_of, natural, short
 from .head_rates import Sweep, common_rates, sweeps
@@ -65,27 +65,6 @@ def overview(group: Group, styles: dict[str, dict[str, Any]]) -> Figure:
     return figure
 
 
-def model_figures(group: Group, model: str, styles: dict[str, dict[str, Any]]) -> dict[str, Figure]:
-    """Draw the paper's two figures of a model, a panel a dataset: accuracy, and variance of the features."""
-    figures = {}
-    for kind, draw, of in (
-        ("accuracy", accuracy_curves, _accuracies),
-        ("feature_variance", feature_variance_curves, _feature_variances),
-    ):
-        figure = Figure(figsize=(4.5 * len(group.datasets), 4.2), dpi=120, layout="constrained")
-        handles: dict[str, Any] = {}
-        for axes, dataset in zip(
-            figure.subplots(1, len(group.datasets), squeeze=False)[0], group.datasets, strict=True
-        ):
-            runs = {name_of(method): of(group, (model, dataset), method) for method in group.methods}
-            if draw(runs, title=f"{model} on {dataset}", styles=styles, ax=axes) is not None:
-                handles |= dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-        if handles:
-            figure.legend(handles.values(), handles, loc="outside lower center", ncols=6, frameon=False)
-            figures[kind] = figure
-    return figures
-
-
 def head_rate_figure(group: Group) -> Figure | None:
     """Draw ENTAME's accuracy over the head learning rate: a column a base learning rate, a line a model.
 
@@ -137,10 +116,6 @@ def _draw_sweeps(axes: Any, same: Sequence[Sweep], name: str, style: dict[str, A
 def _accuracies(group: Group, combination: Combination, method: str) -> list[Any]:
     runs: Sequence[Run] = group.select(combination, method)
     return [([*run.accuracies], [*run.accuracies.values()]) for run in runs]
-
-
-def _feature_variances(group: Group, combination: Combination, method: str) -> list[Any]:
-    return [run.energy("feature_var") for run in group.select(combination, method)]
 
 
 def _styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from entame_hf import InputError
 from entame_hf.plots import save_figures
 
 from . import contest, head_rates, recipes, tables
-from .figures import head_rate_figure, model_figures, overview, styles_of
+from .figures import head_rate_figure, overview, styles_of
 from .groups import Group, Run, early, final, groups_of, natural, read_runs, varied_settings
 
 INTRODUCTION = """\
@@ -105,31 +104,28 @@ which is chosen by the same runs:""",
 }
 
 
-def write_report(results: list[Path], output: Path, all_pictures: bool = False) -> list[Path]:
-    """Write `report.md` and its picture, or all pictures; return their paths. The same rows give the same page."""
+def write_report(results: list[Path], output: Path) -> list[Path]:
+    """Write `report.md` and its picture; return their paths. The same rows give the same page."""
     runs = read_runs(results)
     varied = varied_settings(runs)
     compared, swept = head_rates.split(runs)
     groups = groups_of(compared, varied, beside={"head_lr", "logit_step"})
     curves = groups_of(swept, varied, beside={"head_lr", "logit_step", "learning_rate"})
-    figures: dict[str, Figure | None] = {}
+    figure: Figure | None = None
     page = _head_rates(curves)
     if recipes.recipes_of(groups):
         contested = contest.is_contest(runs)
         recipe = contest.CANDIDATE if contested else recipes.leading(groups)
-        figures["overview"] = recipes.standings_figure(groups, recipe, contested)
+        figure = recipes.standings_figure(groups, recipe, contested)
         page = [*(_contest(groups) if contested else _recipes(groups, recipe)), *page]
     elif any("entame" in group.methods for group in groups):
-        figures["overview"] = overview(groups[0], styles_of(groups))
+        figure = overview(groups[0], styles_of(groups))
     elif len(curves) == 1:
-        figures["overview"] = head_rate_figure(curves[0])
-    if figures.get("overview"):
+        figure = head_rate_figure(curves[0])
+    if figure is not None:
         page = ["![Accuracy](overview.png)", *page]
     for group in groups:
         page += _tables(group)
-        for model in group.models if all_pictures else ():
-            for kind, figure in model_figures(group, model, styles_of(groups)).items():
-                figures["_".join(_plain(label) for label in (kind, group.title, model) if label)] = figure
     command = f"reproduce.py report --results {' '.join(path.name for path in results)}"
     page = [f"# {output.name}", INTRODUCTION.format(command=command), *page, READING, "## The runs", _provenance(runs)]
     try:
@@ -137,7 +133,7 @@ def write_report(results: list[Path], output: Path, all_pictures: bool = False) 
     except OSError as error:
         raise InputError(f"--output {output} cannot be made: {error.strerror}. Name a folder.") from error
     (output / "report.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-    return [output / "report.md", *(output / name for name in save_figures(figures, output))]
+    return [output / "report.md", *(output / name for name in save_figures({"overview": figure}, output))]
 
 
 def _recipes(groups: Sequence[Group], recipe: str) -> list[str]:
@@ -212,7 +208,3 @@ def _provenance(runs: Sequence[Run]) -> str:
 
 def _listed(values: Iterable[str]) -> str:
     return ", ".join(sorted(set(values) - {""}, key=natural)) or "unknown"
-
-
-def _plain(label: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", label.lower()).strip("-.")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reproduction import significance
-from reproduction.figures import model_figures, overview, styles_of
+from reproduction.figures import overview, styles_of
 from reproduction.groups import early, final, groups_of, varied_settings
 from reproduction.report import write_report
 from reproduction.tables import accuracy_table, entame_table, gain_table, noise_table
@@ -159,7 +159,6 @@ def test_overview_names_the_strongest_peers():
     assert all(names[name].get_color() == styles[name]["color"] for name in ("MEI", "LP-FT"))
     colours = [curve.get_color() for curve in figure.axes[0].get_lines()]
     assert colours.count(names["other methods"].get_color()) == 1
-    assert sorted(model_figures(found, "M", styles)) == ["accuracy", "feature_variance"]
 
 
 def test_settings_with_several_values_are_a_grid():
@@ -205,12 +204,6 @@ def test_report_is_the_same_in_any_order(tmp_path):
     assert pages[0] == pages[1]
     assert "24 runs" in pages[0]
     assert "24 runs in 3.0 minutes of the device, 4 at a time" in pages[0]
-
-
-def test_report_draws_all_pictures_on_request(tmp_path):
-    file = write(suite(["Net"], ["D"]), tmp_path / "rows.parquet")
-    _, *pictures = write_report([file], tmp_path / "out", all_pictures=True)
-    assert [each.name for each in pictures] == ["overview.png", "accuracy_net.png", "feature-variance_net.png"]
 
 
 def test_report_of_other_methods_says_nothing_of_entame(tmp_path):
