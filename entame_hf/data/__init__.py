@@ -5,14 +5,14 @@ from .batches import BatchDataset, batch_loader, to_device
 from .build import BuiltDatasets, build_datasets, channel_statistics
 from .columns import balanced_class_weights, stratified_rows
 from .dataset import ClassificationDataset
-from .duplicates import Duplicates, find_duplicates
+from .duplicates import find_duplicates
 from .examples import fingerprint, known_labels
 from .folders import open_folder
 from .images import UnreadableImageError, decode_image
 from .jpeg import decode_pixels
 from .layout import LAYOUTS
 from .loader import Splits, load_splits, split_dataset
-from .pipeline import DecodedImage, HostBatch, ImagePipeline
+from .pipeline import HostBatch, ImagePipeline
 from .preparation import Preparation
 from .source import SkippedImage, write_skipped_images
 from .streaming import StreamingDataset
@@ -24,7 +24,6 @@ from .transforms import (
     set_normalization,
     update_pretrained_cfg,
 )
-from .understanding import Understanding
 from .workers import cores, threads
 
 __all__ = [
@@ -34,15 +33,12 @@ __all__ = [
     "BatchDataset",
     "BuiltDatasets",
     "ClassificationDataset",
-    "DecodedImage",
-    "Duplicates",
     "HostBatch",
     "ImagePipeline",
     "Preparation",
     "SkippedImage",
     "Splits",
     "StreamingDataset",
-    "Understanding",
     "UnreadableImageError",
     "balanced_class_weights",
     "batch_loader",

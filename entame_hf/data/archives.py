@@ -132,7 +132,6 @@ def _check_size(path: str, needed: int, max_unzipped_gb: float | None) -> None:
     limit = max_unzipped_gb * 1e9 if max_unzipped_gb else min(_LIMIT, max(_SMALL, _RATIO * os.path.getsize(path)))
     if needed > limit:
         raise InputError(
-            f"`data_dir={path}` has {os.path.getsize(path) / 1e6:,.1f} MB and unpacks to {needed / 1e9:,.1f} GB; up "
-            "to "
-            f"{limit / 1e9:,.1f} GB are unpacked. If you trust it, give `max_unzipped_gb={math.ceil(needed / 1e9)}`."
+            f"`data_dir={path}` has {os.path.getsize(path) / 1e6:,.1f} MB and unpacks to {needed / 1e9:,.1f} GB; "
+            f"up to {limit / 1e9:,.1f} GB are unpacked. If you trust it, give `max_unzipped_gb={math.ceil(needed / 1e9)}`."
         )

@@ -28,9 +28,7 @@ _AREA, _RATIO, _TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 
 # Far outside, quantiles of Beta(α, α) are NaN.
 _ALPHA = (1e-6, 1e6)
-
 Rows = NDArray[np.int64]
-
 Draws = NDArray[np.float32]
 
 
@@ -106,9 +104,7 @@ class Augmentation:
             )
 
     def __call__(self, pixels: Tensor, ratios: Tensor, size: tuple[int, int], rows: Rows, epoch: int) -> Tensor:
-        """Augment a batch before it is normalised: (N, C, H, W) to (N, C, *size), by ratios of width to height and
-        rows.
-        """
+        """Augment a batch before it is normalised: (N, C, H, W) to (N, C, *size)."""
         self.check(pixels.dtype)
         draw = partial(draw_uniform, self.seed, epoch, rows=rows)
         if self.crops:
@@ -124,11 +120,9 @@ class Augmentation:
         return pixels
 
     def mix(self, pixels: Tensor, labels: Tensor, classes: int, rows: Rows, epoch: int) -> tuple[Tensor, Tensor]:
-        """Mix images, floating (N, C, H, W), and labels in pairs: the first with the second, the third with the
-        fourth.
+        """Mix images, floating (N, C, H, W), and labels in pairs: the first with the second, and so on.
 
-        Processes with an even batch size have the same pairs as one process. The last of an odd number stays as it
-        is.
+        Processes with an even batch size have the same pairs as one process. The last of an odd number stays as it is.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: the images, and the probability of each class, float32 (N, classes).
@@ -186,7 +180,6 @@ def _translate(x: Tensor, right: float, down: float) -> Tensor:
 
 
 _SHEAR = float(np.degrees(np.arctan(0.09)))
-
 _SHIFT = 0.3 * 150 / 331
 
 # torchvision's RandAugment at magnitude 9 of 31: each operation with its strength, of which the sign is drawn.

@@ -49,8 +49,7 @@ class BatchDataset(Dataset):
 
 
 class PendingBatch:
-    """Stand for a batch that `make` makes when it is needed, or before, with the CUDA event after which it is
-    complete.
+    """Stand for a batch that is made when it is needed, or before, and the CUDA event after which it is complete.
 
     accelerate fetches a batch ahead, and needs it when it moves it to the device.
     """

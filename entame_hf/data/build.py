@@ -42,18 +42,13 @@ def build_datasets(
     """Build what a trainer trains and evaluates on.
 
     Args:
-        splits ([`Splits`]):
-            The loaded splits.
-        processor ([`~transformers.BaseImageProcessor`]):
-            The model's image processor, set to its size.
-        augmentation (`str`, *optional*, defaults to `"flip"`), mixup_alpha, cutmix_alpha (`float`, defaults to 0):
-            As for [`Augmentation`].
-        image_cache_gb (`float`, *optional*, defaults to 32):
-            Disk space for prepared images; 0 decodes each in every epoch.
-        seed (`int`, *optional*, defaults to 42):
-            Decides how images are augmented.
-        own_statistics (`bool`, *optional*, defaults to `False`):
-            Normalise with the training split's mean and standard deviation.
+        splits ([`Splits`]): The loaded splits.
+        processor ([`~transformers.BaseImageProcessor`]): The model's image processor, set to its size.
+        augmentation, mixup_alpha, cutmix_alpha, seed: As for [`Augmentation`].
+        image_cache_gb (`float`, *optional*, defaults to 32): Disk space for prepared images; 0 decodes each in every
+            epoch.
+        own_statistics (`bool`, *optional*, defaults to `False`): Normalise with the training split's mean and standard
+            deviation.
 
     Returns:
         [`BuiltDatasets`]: The datasets, and the processor that goes with the model.

@@ -27,7 +27,6 @@ _INDEX = np.dtype([("checksum", "<u8"), ("content", "<u8"), ("ratio", "<f4"), ("
 
 # Bytes that a thread copies at a time.
 _COPY_BYTES = 2**22
-
 _FORMAT = "2"
 
 
@@ -58,9 +57,7 @@ def _state(path: str) -> str:
 
 
 def open_cache(parts: list[str], rows: int, length: int, limit: int) -> ImageCache | None:
-    """Open the [`ImageCache`] of what decides the pixels; `None`, after a warning, if the disk or system allows
-    none.
-    """
+    """Open the [`ImageCache`] of what decides the pixels; `None`, after a warning, where there can be none."""
     if limit <= 0 or not rows:
         return None
     key = hashlib.sha256("\n".join([_FORMAT, *parts]).encode(errors="surrogateescape")).hexdigest()[:32]

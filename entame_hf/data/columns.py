@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import datasets
 import numpy as np
 import pyarrow as pa
@@ -42,9 +44,8 @@ def find_label_column(features: Features, name: str | None = None) -> str:
     _require_column(features, name, "label_column_name")
     if not _may_hold_labels(features[name]):
         raise InputError(
-            f"Label column {name!r} holds {features[name]}; allowed: ClassLabel, string, integer, boolean, or "
-            "one number a class. "
-            f"Name another with `label_column_name`; columns: {', '.join(features)}."
+            f"Label column {name!r} holds {features[name]}; allowed: ClassLabel, string, integer, boolean, or one "
+            f"number a class. Name another with `label_column_name`; columns: {', '.join(features)}."
         )
     return name
 
@@ -102,16 +103,14 @@ def label_shares(dataset: Dataset, column: str, split: str = "train") -> NDArray
     where = f"Column {column!r} of split {split!r}"
     if len(lengths) != 1 or not lengths[0] or flat.null_count:
         raise InputError(
-            f"{where} holds lists of different lengths. Allowed: one class an image, or one number a class. "
-            f"{_MULTI_LABEL}"
+            f"{where} holds lists of different lengths. Allowed: one class, or one number a class. {_MULTI_LABEL}"
         )
     shares = flat.cast(pa.float32()).to_numpy().reshape(len(values), lengths[0])
     wrong = np.flatnonzero(~(np.isclose(shares.sum(1), 1, atol=1e-3) & (shares >= 0).all(1)))
     if len(wrong):
         raise InputError(
             f"{where} is not one class an image: row {wrong[0]} sums to {shares[wrong[0]].sum():g}, and rows of "
-            "shares sum "
-            f"to 1, without negative ones. {_MULTI_LABEL}"
+            f"shares sum to 1, without negative ones. {_MULTI_LABEL}"
         )
     return shares
 
@@ -152,39 +151,27 @@ def _only(candidates: list[str], features: Features, what: str, parameter: str) 
 def _may_hold_images(feature: object) -> bool:
     if isinstance(feature, dict):
         return {"bytes", "path"} <= feature.keys()
-    kinds = ("binary", "large_binary", "string", "large_string")
-    return isinstance(feature, Image) or (isinstance(feature, datasets.Value) and feature.dtype in kinds)
+    return isinstance(feature, Image) or _is_value(feature, r"(large_)?(binary|string)")
 
 
 def _may_hold_labels(feature: object) -> bool:
-    if isinstance(feature, datasets.Value):
-        kind = feature.pa_type
-        return any(
-            test(kind)
-            for test in (
-                pa.types.is_integer,
-                pa.types.is_string,
-                pa.types.is_large_string,
-                pa.types.is_boolean,
-            )
-        )
-    return isinstance(feature, ClassLabel) or is_list(feature)
+    return isinstance(feature, ClassLabel) or is_list(feature) or _is_value(feature, r"u?int\d+|(large_)?string|bool")
 
 
 def is_list(feature: object) -> bool:
     """Tell whether a column holds one number a class and image."""
-    if not isinstance(feature, datasets.List | datasets.LargeList):
-        return False
-    inner = feature.feature
-    tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
-    return isinstance(inner, datasets.Value) and any(test(inner.pa_type) for test in tests)
+    lists = datasets.List | datasets.LargeList
+    return isinstance(feature, lists) and _is_value(feature.feature, r"u?int\d+|float\d+|bool")
+
+
+def _is_value(feature: object, types: str) -> bool:
+    return isinstance(feature, datasets.Value) and bool(re.fullmatch(types, feature.dtype))
 
 
 def balanced_class_weights(labels: Tensor, num_classes: int) -> Tensor:
-    """Weigh classes against their frequency: float32 (C,), N / (C · images of the class), C being those that have
-    images.
+    """Weigh classes against their frequency: float32 (C,), N / (C · images of the class); 0 for those without images.
 
-    Each class then counts alike, and an example 1 on average; classes without images have 0.
+    C are the classes that have images: each counts alike, and an example 1 on average.
     """
     counts = torch.bincount(labels, minlength=num_classes).float()
     weights = counts.sum() / (counts > 0).sum() / counts

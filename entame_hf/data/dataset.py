@@ -103,9 +103,7 @@ class ClassificationDataset(PipelineDataset):
         return {name: values[0] for name, values in batch.items()}
 
     def read(self, indices: list[int], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
-        """Read a batch from the cache, and decode the images that are not cached; a CUDA `device` decodes common
-        JPEGs.
-        """
+        """Read a batch from the cache, and decode the images that are not cached, common JPEGs on a CUDA `device`."""
         asked = np.asarray(indices, dtype=np.int64)
         gpu = device if device is not None and device.type == "cuda" else None
         batch = HostBatch.allocate(asked, self.pipeline.length, epoch, device)

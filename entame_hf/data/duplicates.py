@@ -22,9 +22,7 @@ from .workers import threads
 
 # So many bytes and files are read in seconds. Of more, hashes are known once the images are cached.
 _MAX_BYTES, _MAX_FILES = 10**9, 20_000
-
 _AT_ONCE = 64
-
 Hashes = NDArray[np.uint64]
 
 

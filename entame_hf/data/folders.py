@@ -18,7 +18,6 @@ from .tree import Folder, scan
 
 # The files of each class.
 Classes = dict[str, list[str]]
-
 COLUMNS = Features({"image": datasets.Image(decode=False), "label": Value("string")})
 
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 MAX_FILE_BYTES = 2**28
-
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -28,7 +27,6 @@ _TRANSPOSE = {
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
 
@@ -45,23 +43,12 @@ def decode_image(value: Any) -> Image.Image:
     ignored. HEIF needs `pip install pillow-heif`, JPEG XL `pip install pillow-jxl-plugin`.
 
     Args:
-        value (`dict`, `str`, `os.PathLike`, `bytes` or `PIL.Image.Image`):
-            The image as `datasets.Image(decode=False)` gives it (`{"bytes": ..., "path": ...}`), its path or URL,
-            its encoded bytes, or the image itself.
-
-    Returns:
-        `PIL.Image.Image`: The image, in mode "RGB".
+        value (`dict`, `str`, `os.PathLike`, `bytes` or `PIL.Image.Image`): The image as `datasets.Image(decode=False)`
+            gives it (`{"bytes": ..., "path": ...}`), its path or URL, its encoded bytes, or the image itself.
 
     Raises:
         UnreadableImageError: If it is not a regular file of at most 256 MB, has more than `PIL.Image.MAX_IMAGE_PIXELS`
             pixels, cannot be decoded, or has values outside of its range.
-
-    Example:
-
-    ```python
-    >>> decode_image("cat.png").mode
-    'RGB'
-    ```
     """
     data = encoded_bytes(value)
     # Broken files make Pillow's decoders raise nearly anything: SyntaxError, struct.error, IndexError...

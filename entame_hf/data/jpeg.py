@@ -15,9 +15,7 @@ from transformers.utils import logging
 from .images import decode_image, encoded_bytes, read_orientation
 
 logger = logging.get_logger(__name__)
-
 _START, _END = b"\xff\xd8", b"\xff\xd9"
-
 _BASELINE, _EXTENDED, _PROGRESSIVE, _SCAN, _APP1, _ADOBE = 0xC0, 0xC1, 0xC2, 0xDA, 0xE1, 0xEE
 
 
@@ -82,8 +80,7 @@ def _reduced(header: JpegHeader, least: tuple[int, int]) -> tuple[int, int]:
 
 
 def decode_on_gpu(images: list[bytes], device: torch.device) -> list[Tensor] | None:
-    """Decode upright [`common_jpeg`]s with nvJPEG, which TorchCodec has; `None` if one can't be, or without
-    TorchCodec.
+    """Decode upright [`common_jpeg`]s with TorchCodec's nvJPEG; `None` without it, or if one cannot be decoded.
 
     It does not interpolate colours between pixels as libjpeg-turbo does: good to train on, not to compare with.
     """

@@ -12,7 +12,6 @@ from .tree import Folder
 
 CLASSES, SPLITS, CLASSES_OF_SPLITS = "CLASS", "SPLIT/CLASS", "CLASS/SPLIT"
 LAYOUTS = ("auto", CLASSES, SPLITS, CLASSES_OF_SPLITS)
-
 HOW = (
     "Put images in DATA_DIR/CLASS/, or in DATA_DIR/train/CLASS/ and DATA_DIR/test/CLASS/; or list the labels in "
     "DATA_DIR/metadata.csv, in columns file_name and label"
@@ -35,9 +34,7 @@ def unwrap(folder: Folder) -> tuple[Folder, list[str]]:
 
 
 def unwrap_split(folder: Folder, classes: frozenset[str] = frozenset()) -> Folder:
-    """Go down through folders that repeat the split's name, or hold nothing but its classes, those of train if
-    known.
-    """
+    """Go down through folders that repeat the split's name, or hold nothing but its classes."""
     while len(folder.filled) == 1 and not folder.files:
         inside = folder.filled[0]
         holder = bool(split_kinds([inside.name])) or inside.name in (folder.name, *_HOLDERS)

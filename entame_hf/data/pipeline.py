@@ -27,9 +27,7 @@ _GPU_BATCH_PIXELS = 2**26
 
 
 class DecodedImage(NamedTuple):
-    """Hold the bytes of an image's prepared pixels, uint8 (B,), its ratio of width to height, and its file's hash or
-    0.
-    """
+    """Hold an image's prepared pixels, uint8 (B,), its ratio of width to height, and its file's hash or 0."""
 
     pixels: NDArray[np.uint8]
     ratio: float
@@ -121,8 +119,7 @@ class ImagePipeline:
     def decode_into(
         self, batch: HostBatch, positions: Rows, values: list[Any], keep: Keep | None = None
     ) -> list[tuple[int, UnreadableImageError]]:
-        """Decode images to their places in a batch, in threads, which call `keep` with each image's number and the
-        image.
+        """Decode images to their places in a batch, in threads, which call `keep` with each number and image.
 
         Returns:
             `list[tuple[int, UnreadableImageError]]`: the numbers of those that cannot be decoded.

@@ -37,35 +37,23 @@ class Preparation:
     processor keeps all of it: resizing it would take gigabytes. Its pixels may differ from the processor's.
 
     Args:
-        processor ([`~transformers.BaseImageProcessor`]):
-            The model's image processor.
-        exact (`bool`, *optional*, defaults to `True`):
-            Whether pixels equal those that `pipeline` sees. Otherwise a faster resize may be used, and pixels may
-            differ by one level of 255.
-        whole (`bool`, *optional*, defaults to `False`):
-            Whether to keep the whole image, resized to a square of 1.5 times the model's input, for random crops.
+        processor ([`~transformers.BaseImageProcessor`]): The model's image processor.
+        exact (`bool`, *optional*, defaults to `True`): Whether pixels equal those that `pipeline` sees. Otherwise they
+            may come from a faster resize, a GPU or a JPEG decoded at reduced scale, and differ by a few levels of 255.
+        whole (`bool`, *optional*, defaults to `False`): Whether to keep the whole image, resized to a square of 1.5
+            times the model's input, for random crops.
 
     Attributes:
-        size (`tuple[int, int]`): height and width of prepared images.
-        output_size (`tuple[int, int]`): height and width of the model's input.
+        size, output_size (`tuple[int, int]`): height and width of prepared images and of the model's input.
         dtype (`torch.dtype`): uint8, or float32 if the processor cannot be split.
         scale, shift (`torch.Tensor`): float32 (3, 1, 1).
         takes_tensors (`bool`): whether it takes uint8 tensors (3, H, W), or `PIL.Image.Image`s.
-        least_size (`tuple[int, int]` or `None`): height and width that JPEGs may be decoded to, if pixels need not be
-            exact.
-        resize_crop ([`ResizeCrop`] or `None`): the same for batches on a GPU, if pixels need not be exact.
+        least_size (`tuple[int, int]` or `None`): height and width that JPEGs may be decoded to.
+        resize_crop ([`ResizeCrop`] or `None`): the same for batches on a GPU.
         key (`str`): equal for preparations that give equal pixels.
 
     Raises:
         InputError: If the processor gives images of different sizes, or `whole` is asked of one that cannot be split.
-
-    Example:
-
-    ```python
-    >>> preparation = Preparation(AutoImageProcessor.from_pretrained("google/vit-base-patch16-224"))
-    >>> preparation(image).shape, preparation.dtype
-    (torch.Size([3, 224, 224]), torch.uint8)
-    ```
     """
 
     def __init__(self, processor: BaseImageProcessor, exact: bool = True, whole: bool = False):

@@ -136,9 +136,7 @@ class EvaluationCrop:
         self._resize_crop = resize_crop
 
     def __call__(self, pixels: Tensor, ratios: Tensor, size: tuple[int, int]) -> Tensor:
-        """Crop and resize uint8 (N, C, H, W) to floating (N, C, *size), by ratios of width to height before the
-        squares.
-        """
+        """Crop and resize uint8 (N, C, H, W) to floating (N, C, *size), by the images' ratios of width to height."""
         crop = self._resize_crop or ResizeCrop(size)
         # The shape of an image of this ratio; its scale does not matter.
         shapes = [(_LARGE, _LARGE * ratio) for ratio in ratios.tolist()]

@@ -14,7 +14,6 @@ from datasets import Dataset, IterableDataset
 from ..errors import printable
 
 Rows: TypeAlias = Dataset | IterableDataset
-
 SKIPPED_FILE = "skipped_images.csv"
 
 # More images are left out as a count.

@@ -12,7 +12,6 @@ TRAIN, VALIDATION, TEST, UNLABELED = "train", "validation", "test", "unlabeled"
 
 # A column that says which split a row belongs to.
 SPLIT_COLUMN = "split"
-
 _WORDS = {
     TRAIN: "train training trn",
     VALIDATION: "validation val valid validate validating dev devel development eval evaluation holdout heldout",

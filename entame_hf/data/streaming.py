@@ -32,12 +32,8 @@ class StreamingDataset(PipelineDataset, IterableDataset):
 
     Args:
         dataset (`datasets.IterableDataset`): The rows, such as `load_dataset(..., streaming=True)` gives.
-        image_column (`str`): The column of images; they are decoded here.
-        label_column (`str`): The column of class indices.
-        preparation ([`Preparation`]): What is done to each image.
-        augmentation ([`Augmentation`], *optional*): What is done to images in training.
-        num_classes (`int`, *optional*): The number of classes, by default what the label column's `ClassLabel` says.
-        name (`str`, *optional*, defaults to `"train"`): What messages call this dataset.
+        image_column, label_column (`str`): The columns of images, which are decoded here, and of class indices.
+        preparation, augmentation, name, num_classes: As for [`ClassificationDataset`].
         evaluation (`bool`, *optional*, defaults to `False`): Whether rows keep their order, and stand-ins are labelled
             -100, which the loss and the metrics ignore.
         buffer_size (`int`, *optional*, defaults to 1,000): Undecoded rows in the buffer that shuffles.

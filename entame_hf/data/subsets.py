@@ -24,7 +24,6 @@ _BUFFER = 1000
 
 # Labels of so many rows show whether a stream is mixed.
 _LOOKED_AT = 10_000
-
 Codes = NDArray[np.int64]
 Limits = Mapping[str, int | None]
 

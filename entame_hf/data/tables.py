@@ -143,7 +143,8 @@ def _name_splits(builder: Any, name: str) -> tuple[Any, list[str]]:
             splits.setdefault(re.sub(r"\W+", "_", split), []).append(path)
     if not left and splits == {str(split): list(files) for split, files in builder.config.data_files.items()}:
         return builder, []
-    return datasets.load_dataset_builder(type(builder).__module__.rpartition(".")[2], data_files=splits), left
+    kind = type(builder).__module__.rpartition(".")[2]
+    return datasets.load_dataset_builder(kind, data_files=splits, features=builder.info.features), left
 
 
 def _is_saved(name: str) -> bool:

@@ -20,9 +20,7 @@ Transform = Callable[[Image.Image], Tensor]
 
 
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:
-    """Build the transform for evaluation, from an RGB `PIL.Image.Image` to a float tensor: exactly what the
-    processor does.
-    """
+    """Build the transform for evaluation, from an RGB image to a float tensor: exactly what the processor does."""
     if isinstance(processor, TimmWrapperImageProcessor):
         return processor.val_transforms
     return partial(_process, processor)

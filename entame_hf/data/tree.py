@@ -13,7 +13,6 @@ from ..errors import InputError
 from .splits import normal
 
 METADATA_FILES = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
-
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".tar"})
 
 # Suffixes of other files. These are images only if they begin as one; any other file may be one, whatever its suffix.

@@ -16,12 +16,10 @@ from .augmentation import Rows
 from .source import SkippedImage
 
 logger = logging.get_logger(__name__)
-
 MAX_UNREADABLE_FRACTION = 0.01
 
 # So many are skipped in the smallest dataset.
 _FEW = 5
-
 _NAMED = 5
 
 # A stream, and a class of it, count as so many images until more were read.

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 # Rows that a process gets at a time.
 _CHUNK = 8
-
 _task: Callable[[int], Any]
 
 
