@@ -133,5 +133,6 @@ def _check_size(path: str, needed: int, max_unzipped_gb: float | None) -> None:
     if needed > limit:
         raise InputError(
             f"`data_dir={path}` has {os.path.getsize(path) / 1e6:,.1f} MB and unpacks to {needed / 1e9:,.1f} GB; "
-            f"up to {limit / 1e9:,.1f} GB are unpacked. If you trust it, give `max_unzipped_gb={math.ceil(needed / 1e9)}`."
+            f"up to {limit / 1e9:,.1f} GB are unpacked. If you trust it, give "
+            f"`max_unzipped_gb={math.ceil(needed / 1e9)}`."
         )
