@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from .errors import InputError
+from .errors import InputError, unknown_value
 
 Init = Literal["mei", "he_fan_out", "ridge", "keep"]
 
@@ -70,7 +70,7 @@ class EntameConfig:
             # JSON has only lists, and a frozen value must be hashable.
             object.__setattr__(self, "head", tuple(self.head))
         if self.init not in get_args(Init):
-            raise InputError(f"`init={self.init}` is unknown: use one of {', '.join(get_args(Init))}.")
+            raise InputError(unknown_value("`init`:", self.init, get_args(Init)))
         for name in ("phi_w", "noise_lambda", "eps", "momentum"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
@@ -103,7 +103,7 @@ class EntameConfig:
             InputError: the method is unknown.
         """
         if method not in _METHODS:
-            raise InputError(f"Method {method!r} is unknown: use one of {', '.join(_METHODS)}.")
+            raise InputError(unknown_value("`entame_method`:", method, _METHODS))
         init, feature_norm = _METHODS[method]
         return replace(cls(init=init, feature_norm=feature_norm), **changes)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+from textwrap import shorten
+
 
 def printable(name: object) -> str:
     r"""Escape what a terminal or a page would not show as it is: newlines, escape sequences, invisible characters.
@@ -23,6 +27,22 @@ def printable(name: object) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def unknown_value(what: str, value: object, allowed: Iterable[str]) -> str:
+    """Write the message for a value that is none of those allowed, with the one that was probably meant.
+
+    Args:
+        what (`str`): how the message begins, such as "recipe".
+        value (`object`): the value.
+        allowed (iterable of `str`): what is allowed.
+    """
+    allowed, text = list(allowed), str(value).lower()
+    close = [word for word in allowed if text and word.startswith(text)] or get_close_matches(text, allowed, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    return (
+        f"{what} {value!r} is unknown.{hint} Use one of {shorten(', '.join(allowed), 300, placeholder=' and others')}."
+    )
 
 
 class InputError(ValueError):

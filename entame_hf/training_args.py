@@ -15,7 +15,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
 from .config import EntameConfig, Method
-from .errors import InputError
+from .errors import InputError, unknown_value
 
 AUTO = "auto"
 
@@ -306,10 +306,10 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         if unnamed and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             setattr(self, launched, True)
         if self.recipe not in RECIPES:
-            raise InputError(f"recipe={self.recipe!r} is unknown: use one of {', '.join(RECIPES)}.")
+            raise InputError(unknown_value("`recipe`:", self.recipe, RECIPES))
         check_numbers(self)
         if self.save_dtype not in SAVE_DTYPES:
-            raise InputError(f"`save_dtype={self.save_dtype}` is unknown: use one of {', '.join(SAVE_DTYPES)}.")
+            raise InputError(unknown_value("`save_dtype`:", self.save_dtype, SAVE_DTYPES))
         self._fill_schedule()
         super().__post_init__()
         self.entame_config()

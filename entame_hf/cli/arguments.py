@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from datetime import datetime
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..data import cores
-from ..errors import InputError
+from ..errors import InputError, unknown_value
 from ..training_args import BOUNDS, EntameTrainingArguments, check_numbers
 
 METRICS = ("loss", "accuracy", "accuracy_macro", "f1_macro")
@@ -184,10 +183,7 @@ def _check_trackers(names: list[str]) -> None:
         if name in ("all", "none"):
             continue
         if name not in INTEGRATION_TO_CALLBACK:
-            close = get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
-            hint = f" Did you mean {close[0]}?" if close else ""
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"`report_to={name}` is no tracker.{hint} Use none, all or any of {known}.")
+            raise InputError(unknown_value("`report_to`:", name, ["none", "all", *sorted(INTEGRATION_TO_CALLBACK)]))
         modules = _MODULES.get(name, (name,))
         if not any(find_spec(module) for module in modules):
             package = PACKAGES.get(name, name)

@@ -12,13 +12,12 @@ from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
-from ..errors import InputError
+from ..errors import InputError, unknown_value
 from .options_file import FILES, read_options
 
 # What other tools call these options.
@@ -176,11 +175,7 @@ class OptionParser(HfArgumentParser):
 def _choice(allowed: Iterable[str], value: str) -> str:
     if value in allowed:
         return value
-    close = [word for word in allowed if value and word.startswith(value.lower())]
-    close = close or get_close_matches(value.lower(), allowed, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    listed = shorten(", ".join(allowed), 300, placeholder=" and others")
-    raise ArgumentTypeError(f"{value!r} is unknown.{hint} Use one of {listed}")
+    raise ArgumentTypeError(unknown_value("", value, allowed).strip().rstrip("."))
 
 
 def _whole_number(value: str) -> int:

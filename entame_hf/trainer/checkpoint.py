@@ -159,9 +159,14 @@ def prepare_resuming(model: nn.Module, config: EntameConfig, folder: str | Path)
     if saved is None:
         logger.warning_once(f"{folder} was not trained with ENTAME: the run resumes without it.")
     elif saved != config:
+        differences = "; ".join(
+            f"`{name}`: {getattr(saved, name)} in the checkpoint, {value} in this run"
+            for name, value in config.to_dict().items()
+            if value != getattr(saved, name)
+        )
         raise InputError(
-            f"{folder} was trained with {saved}, and this run asks for {config}. Resume with the same configuration, "
-            "or start a new run from it."
+            f"{folder} was trained with another EntameConfig. {differences}. Resume with the same, or start a new run "
+            "from its model."
         )
     elif applied_config(model) != saved:
         set_feature_norm(find_heads(model, saved.head), saved)

@@ -228,7 +228,7 @@ def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
 
 
 def _forget_place(file: Path) -> None:
-    """Remove this machine's path of the best checkpoint; [`BestCheckpointFinder`] finds it by its step."""
+    """Remove this machine's path of the best checkpoint; [`ResumeCheck`] finds it by its step."""
     state = json.loads(file.read_text(encoding="utf-8"))
     write_text(file, json.dumps({**state, "best_model_checkpoint": None}, indent=2, sort_keys=True) + "\n")
 
@@ -255,12 +255,17 @@ def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-class BestCheckpointFinder(TrainerCallback):
-    """Find the best checkpoint of a resumed run in its output folder: checkpoints do not say where it lies."""
+class ResumeCheck(TrainerCallback):
+    """Say if a resumed run has no step left, and find its best checkpoint: checkpoints do not say where it lies."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if state.global_step and state.global_step >= state.max_steps:
+            logger.warning(
+                f"The checkpoint is at step {state.global_step:,} already, so no step is taken. To train further, set "
+                f"`max_steps` above it, or a larger `num_train_epochs`."
+            )
         if state.best_model_checkpoint is None and state.best_global_step:
             best = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
             if best.is_dir():

@@ -45,7 +45,7 @@ from .loss import ClassificationLoss, CustomLoss, OverflowFilter, read_class_wei
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance
 from .report import try_to_write_card
-from .resume import BestCheckpointFinder, find_checkpoint, written_whole
+from .resume import ResumeCheck, find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
 from .schedule import complete_schedule, explain_optimizer_errors, explain_scheduler_errors, resolve_ratios
 from .start import drop_gradients, prepare_model, resolve_config, warn_of_half_precision
@@ -145,7 +145,7 @@ class EntameTrainer(Trainer):
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
         observers = (self.evaluations, self.base_noise, self.head_fitter, self.energies, self.head_rates)
         first, last = (
-            (BestCheckpointFinder(), OwnRandomness(), TrainedMark()),
+            (ResumeCheck(), OwnRandomness(), TrainedMark()),
             (FiniteCheck(self), CheckpointUploads(self)),
         )
         for callback in (*first, *observers, *last):

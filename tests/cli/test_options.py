@@ -170,7 +170,7 @@ def test_options_without_effect_are_refused(parser, name):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("wandbb", "--report_to wandbb is no tracker. Did you mean wandb[?]"),
+        ("wandbb", "--report_to: 'wandbb' is unknown. Did you mean wandb[?]"),
         ("comet_ml", "--report_to comet_ml needs the package comet_ml: pip install comet_ml"),
         ("tensorboard azure_ml", "needs the package azureml-core: pip install azureml-core"),
     ],

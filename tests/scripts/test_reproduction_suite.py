@@ -149,7 +149,7 @@ def test_methods_can_be_a_list_of_names(read):
         ({"methods": []}, "methods is empty. Allowed: base, base_wu"),
         ({"methods": ["based"]}, "'based' is unknown"),
         ({"methods": {"m": {"entame_metod": "mei"}}}, "Close to it: entame_method"),
-        ({"methods": {"m": {"entame_method": "mai"}}}, "Method 'mai' is unknown"),
+        ({"methods": {"m": {"entame_method": "mai"}}}, "'mai' is unknown. Did you mean mei"),
         ({"methods": {"m": {"schedule": "slow"}}}, "'slow' is unknown"),
         ({"methods": {"m": {"schedule": "lp_ft", "probe_epochs": 3}}}, "num_train_epochs=3"),
         ({"methods": {"m": {"schedule": "fastai", "head_lr_multiplier": 10}}}, "fastai"),

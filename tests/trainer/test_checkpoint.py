@@ -120,7 +120,7 @@ def test_resuming_is_bit_exact(tmp_path, tiny_vit, kind, method):
 
 def test_resuming_with_another_method_is_refused(tmp_path):
     train(tmp_path, timm_resnet())
-    with pytest.raises(ValueError, match="Resume with the same configuration"):
+    with pytest.raises(ValueError, match="`feature_norm`: True in the checkpoint, False in this run"):
         train(tmp_path, timm_resnet(), entame_method="mei", resume=True)
 
 
