@@ -87,13 +87,17 @@ class HeadArguments:
 
     recipe: str = field(
         default="paper",
-        metadata={"help": f"{' or '.join(RECIPES)}. Options that you set override the recipe."},
+        metadata={
+            "help": f"{' or '.join(RECIPES)}. Options that you set override the recipe.",
+            "choices": list(RECIPES),
+        },
     )
     entame_method: str | None = field(
         default=None,
         metadata={
             "help": f"How the head starts: {', '.join(get_args(Method))}. Defaults to the config that apply_entame "
-            "got, else to entame."
+            "got, else to entame.",
+            "choices": list(get_args(Method)),
         },
     )
     phi_w: float | None = field(

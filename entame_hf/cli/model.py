@@ -54,7 +54,7 @@ def load_classifier(
     checkpoint's head, and a warning says where that cannot be.
     """
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _loading(name):
+    with _loading(name, f"`model_name_or_path={name}`"):
         processor = AutoImageProcessor.from_pretrained(name, **where)
         before = AutoConfig.from_pretrained(name, **where)
         known, kind = class_names(before), before.problem_type
@@ -89,7 +89,7 @@ def load_trained(
 ) -> tuple[PreTrainedModel, BaseImageProcessor]:
     """Load a classifier as it was trained, and its image processor: every tensor must be in the checkpoint."""
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    with _loading(name):
+    with _loading(name, name):
         processor = AutoImageProcessor.from_pretrained(name, **where)
         model, report = AutoModelForImageClassification.from_pretrained(
             name, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **where
@@ -103,7 +103,7 @@ def load_trained(
 
 
 @contextmanager
-def _loading(name: str) -> Iterator[None]:
+def _loading(name: str, called: str) -> Iterator[None]:
     """Say in one line that a model cannot be loaded, and keep reports about new heads from the console."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -115,13 +115,13 @@ def _loading(name: str) -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise InputError(
-                f"`model_name_or_path={name}` runs code from its own repository. Read that code, and if you trust it "
+                f"{called} runs code from its own repository. Read that code, and if you trust it "
                 "pass `trust_remote_code`."
             ) from error
         reason = shorten(str(error).rstrip(".:"), 200, placeholder=" ...") or type(error).__name__
         if isinstance(error, (AttributeError, KeyError, TypeError)):
             reason = f"its configuration is damaged ({reason})"
-        raise InputError(f"Cannot load `model_name_or_path={name}`: {reason}. {_EXAMPLE}.") from error
+        raise InputError(f"Cannot load {called}: {reason}. {_EXAMPLE}.") from error
     finally:
         logging.set_verbosity(verbosity)
         if bar:

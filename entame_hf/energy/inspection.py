@@ -232,8 +232,9 @@ def _advice(model: nn.Module, heads: list[Head], starts: dict[str, HeadStart]) -
     if keep.features <= ALREADY * max(starts["mei"].features, starts[method].features):
         return "Train as it is: this head is at maximum entropy, and its first error stops there."
     # One digit: it is an order of magnitude.
-    times = float(f"{keep.features / starts[method].features:.1g}")
+    ratio = float(f"{keep.features / starts[method].features:.1g}")
+    times = f"{ratio:,.0f} times" if ratio < 1e6 else "over a million times"
     return (
-        f'Start the head at maximum entropy (entame_method="{method}"): as it is, {times:,.0f} times as much of the '
+        f'Start the head at maximum entropy (entame_method="{method}"): as it is, {times} as much of the '
         f"first error's energy would reach the pretrained features, {keep.first_update_noise:.0%} of it noise."
     )

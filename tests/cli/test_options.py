@@ -147,6 +147,8 @@ def test_a_mistyped_option_is_answered_with_the_right_one(parser, typed, meant):
         (["--lr_scheduler_type", "cosin"], "Did you mean cosine[?]"),
         (["--optim", "adamw"], "Did you mean adamw_torch[?]"),
         (["--augmentation", "flipp"], "Did you mean flip[?] Use one of none, flip"),
+        (["--recipe", "recomended"], "Did you mean recommended[?] Use one of paper, recommended"),
+        (["--entame_method", "inform"], "Did you mean informed[?]"),
         (["--seed", "x"], "--seed: 'x' is no whole number"),
         (["--learning_rate", "fast"], "--learning_rate: 'fast' is no number"),
         (["--bf16", "maybe"], "--bf16: 'maybe' is neither true nor false"),
