@@ -116,29 +116,6 @@ def noise_energy(history: History) -> Series:
     return steps, [max(estimates - alignment**2 / labels, 0.0) for estimates, alignment, labels in energies]
 
 
-def noise_energy_curves(
-    runs: Mapping[str, Sequence[Series]],
-    *,
-    title: str = "Noise in the error",
-    styles: Styles | None = None,
-    ax: Axes | None = None,
-) -> Figure | None:
-    """Draw how much noise several methods send into their features, with the spread over seeds.
-
-    Args:
-        runs (`dict` of lists): for each method, one (steps, energies) a seed; see [`noise_energy`].
-        title, styles, ax (*optional*): see [`accuracy_curves`].
-
-    Returns:
-        `matplotlib.figure.Figure` or `None`: fewer than two steps were logged.
-    """
-    axes = axes_for(ax, title, "energy of the noise")
-    if len(draw_groups(axes, runs, styles)) < 2:
-        return None
-    axes.set_ylim(bottom=0)
-    return finished(axes, ax)
-
-
 def error_energy_figure(history: History) -> Figure | None:
     """Draw the energy of one run's error over steps, split into noise and signal.
 
@@ -165,18 +142,11 @@ def error_energy_figure(history: History) -> Figure | None:
     return finished(axes, None)
 
 
-def feature_variance_curves(
-    runs: Mapping[str, Sequence[Series]],
-    *,
-    title: str = "Variance of the classifier's input",
-    styles: Styles | None = None,
-    ax: Axes | None = None,
-) -> Figure | None:
+def feature_variance_curves(runs: Mapping[str, Sequence[Series]]) -> Figure | None:
     """Draw the variance of the classifier's input over steps: a sudden change is the damage that noise does.
 
     Args:
         runs (`dict` of lists): for each method, one (steps, variances) a seed; of `"energy/feature_var"`.
-        title, styles, ax (*optional*): see [`accuracy_curves`].
 
     Returns:
         `matplotlib.figure.Figure` or `None`: fewer than two steps were logged. The scale is logarithmic where the
@@ -184,14 +154,14 @@ def feature_variance_curves(
 
     Source: figure 1 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
-    axes = axes_for(ax, title, "mean variance of a feature")
-    if len(draw_groups(axes, runs, styles)) < 2:
+    axes = axes_for(None, "Variance of the classifier's input", "mean variance of a feature")
+    if len(draw_groups(axes, runs)) < 2:
         return None
     values = np.concatenate([np.asarray(run[1], dtype=float) for group in runs.values() for run in group])
     positive = values[np.isfinite(values) & (values > 0)]
     if len(positive) and positive.max() >= 10 * positive.min():
         axes.set_yscale("log")
-    return finished(axes, ax)
+    return finished(axes, None)
 
 
 def learning_curves(history: History) -> Figure | None:

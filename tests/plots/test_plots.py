@@ -15,7 +15,6 @@ from entame_hf.plots import (
     feature_variance_curves,
     learning_curves,
     noise_energy,
-    noise_energy_curves,
     save_figures,
     series,
     wrong_images_figure,
@@ -88,11 +87,6 @@ def test_noise_vanishes_with_the_error_and_is_never_more():
     assert top == pytest.approx(max(totals))
 
 
-def test_noise_of_methods_is_drawn_with_its_spread():
-    axes = noise_energy_curves({"base": [([1, 2], [0.5, 0.4])], "mei": [([1, 2], [0.1, 0.1])]}).axes[0]
-    assert lines(axes)["base"] == [[1, 0.5], [2, 0.4]]
-
-
 @pytest.mark.parametrize(("last", "scale"), [(2.0, "linear"), (30.0, "log")])
 def test_variance_is_on_a_logarithmic_scale_where_it_grows_tenfold(last, scale):
     assert feature_variance_curves({"base": [([1, 2], [1.0, last])]}).axes[0].get_yscale() == scale
@@ -110,11 +104,9 @@ def test_learning_curves_leave_out_what_is_no_share():
 
 
 def test_what_was_not_logged_has_no_picture(tmp_path):
-    assert noise_energy_curves({"base": [([1], [0.5])]}) is None
     nothing = {"base": [series([{"loss": 1.0, "step": 1}], "energy/noise_share")]}
     figures = {
         "accuracy": accuracy_curves(nothing),
-        "noise": noise_energy_curves(nothing),
         "error_energy": error_energy_figure([{"loss": 1.0, "step": 1}]),
         "batch": batch_figure(np.zeros((0, 3, 4, 4)), np.zeros(0, dtype=int), ["a"]),
         "wrong_images": wrong_images_figure([], [], [], [], ["a"]),
