@@ -6,7 +6,7 @@ KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000
 
 .PHONY: demo test test-runs test-reproduction test-slow quality bench clean
 
-demo: .venv/demo  ## EfficientNet-Lite0 on MNIST-5k, as usual and with ENTAME, on the CPU
+demo: .venv/demo  ## EfficientNet-Lite0 on MNIST-5k by five methods, on the CPU
 	$(KEEP_MEMORY) $(BIN)/python -m entame_hf.cli demo --overwrite
 
 test: .venv/test  ## The tests that need neither a GPU nor much time

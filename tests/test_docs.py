@@ -14,13 +14,11 @@ import time
 from functools import partial
 from pathlib import Path
 
-import nbformat
 import onnxruntime
 import pytest
 import torch
 from cli_folders import COLOURS, hf_folder, timm_folder, write_images  # noqa: F401
 from hub_server import HubServer
-from nbclient import NotebookClient
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
@@ -146,9 +144,10 @@ def test_the_python_of_the_readme_runs(shell):
 
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     notebook = nbformat.read(ROOT / "docs" / "first_run.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     *_, found = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
     (digit,) = [output.data["text/plain"] for output in found if output.output_type == "execute_result"]
     assert "'label': '0'" in digit
