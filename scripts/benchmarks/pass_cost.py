@@ -36,9 +36,11 @@ class Spans(TrainerCallback):
 
 
 def now() -> float:
+    """Return seconds: of the clock on a GPU, of this process on a CPU, which others may share."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def informed_pass(options: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from .tables import MISSING, SIGNIFICANT, lead_entry, markdown
 
 # The label of the candidate. `contest_choice` decides its settings, on other models and on validation splits.
 CANDIDATE = "informed"
-CHOICE = "contest_choice"
+CHOICE, TEST = "contest_choice", "contest"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Duel:
 def is_contest(runs: Sequence[Run]) -> bool:
     """Return whether all runs are of suites of the contest, other than the one that chooses the candidate."""
     suites = {str(run.row["suite"]) for run in runs}
-    return all(suite.startswith("contest") and suite != CHOICE for suite in suites)
+    return all(suite.startswith(TEST) and suite != CHOICE for suite in suites)
 
 
 def duels(groups: Sequence[Group], of: Measure = final) -> Iterator[Duel]:
@@ -69,15 +69,24 @@ def duels(groups: Sequence[Group], of: Measure = final) -> Iterator[Duel]:
             yield Duel(group.title, peer, lead, behind, len(tested) == len(group.combinations))
 
 
-def verdict(groups: Sequence[Group]) -> str:
-    """Say whether the candidate wins all of its duels."""
+def verdict(groups: Sequence[Group], wanted: tuple[int, int] | None) -> str:
+    """Say whether the candidate wins all of its duels.
+
+    Args:
+        groups (`Sequence[Group]`): One a learning rate.
+        wanted (`tuple` of two `int`, *optional*):
+            The numbers of duels and of combinations that the test has; `None` for another suite.
+    """
     found = [*duels(groups)]
     won = sum(duel.won for duel in found)
-    if found and won == len(found):
-        return f"**{CANDIDATE} succeeds: it wins all {len(found)} duels.**"
-    unfinished = sum(not duel.complete for duel in found)
-    left = f" {unfinished} lack runs." if unfinished else ""
-    return f"**{CANDIDATE} does not succeed: it wins {won} of {len(found)} duels.**{left}"
+    said = f"{CANDIDATE} wins {won} of {len(found)} duels"
+    if wanted is None:
+        return f"{said}. The rule of success is about the suite `{TEST}` alone."
+    sizes = [duel.lead.n for duel in found if duel.complete and duel.lead is not None]
+    if len(sizes) < max(len(found), wanted[0]) or min(sizes) < wanted[1]:
+        return f"**No verdict yet: {said}, and runs are missing.**"
+    outcome = "succeeds" if won == len(found) else "does not succeed"
+    return f"**{CANDIDATE} {outcome}: it wins {won} of {len(found)} duels.**"
 
 
 def duel_table(groups: Sequence[Group]) -> str:

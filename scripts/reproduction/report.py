@@ -14,6 +14,7 @@ from entame_hf.plots import save_figures
 from . import contest, head_rates, recipes, tables
 from .figures import head_rate_figure, overview, styles_of
 from .groups import Group, Run, early, final, groups_of, natural, read_runs, varied_settings
+from .suite import read_suite
 
 INTRODUCTION = """\
 Drawn from result rows by `{command}`.
@@ -117,7 +118,7 @@ def write_report(results: list[Path], output: Path) -> list[Path]:
         contested = contest.is_contest(runs)
         recipe = contest.CANDIDATE if contested else recipes.leading(groups)
         figure = recipes.standings_figure(groups, recipe, contested)
-        page = [*(_contest(groups) if contested else _recipes(groups, recipe)), *page]
+        page = [*(_contest(groups, runs) if contested else _recipes(groups, recipe)), *page]
     elif any("entame" in group.methods for group in groups):
         figure = overview(groups[0], styles_of(groups))
     elif len(curves) == 1:
@@ -146,9 +147,12 @@ def _recipes(groups: Sequence[Group], recipe: str) -> list[str]:
     return [RECIPES.format(recipe=recipe, **texts).strip(), *_own_best(groups, recipe)]
 
 
-def _contest(groups: Sequence[Group]) -> list[str]:
+def _contest(groups: Sequence[Group], runs: Sequence[Run]) -> list[str]:
+    test = read_suite(contest.TEST)
+    wanted = (len(test.methods) - 1) * len(test.grid["learning_rate"]), len(test.models) * len(test.datasets)
+    is_test = {run.row["suite"] for run in runs} == {contest.TEST}
     texts = {
-        "verdict": contest.verdict(groups),
+        "verdict": contest.verdict(groups, wanted if is_test else None),
         "duels": contest.duel_table(groups),
         "means": recipes.means_table(groups),
     }
