@@ -40,20 +40,23 @@ _LARGEST, _FINITE, _POSITIVE = 2**31 - 1, sys.float_info.max, math.ulp(0.0)
 
 # The least and the largest value of the options that are numbers.
 BOUNDS: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "eval_delay"), (0, _FINITE)),
-    **dict.fromkeys(("num_train_epochs", "head_lr_multiplier"), (_POSITIVE, _FINITE)),
-    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), (_POSITIVE, _LARGEST)),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), (0, 1)),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), (1, _LARGEST)),
-    **dict.fromkeys(("gradient_accumulation_steps", "informed_samples"), (1, _LARGEST)),
-    **dict.fromkeys(("dataloader_num_workers", "znorm_refresh_samples"), (0, _LARGEST)),
-    **dict.fromkeys(("head_warmup_steps", "energy_logging_steps"), (0, _LARGEST)),
-    # NumPy takes no others.
-    **dict.fromkeys(("seed", "data_seed"), (0, 2**32 - 1)),
-    # -1 means num_train_epochs.
-    "max_steps": (-1, _LARGEST),
-    # Infinity measures the norm without clipping.
-    "max_grad_norm": (0, math.inf),
+    name: (least, largest)
+    for names, least, largest in (
+        ("learning_rate weight_decay adam_epsilon warmup_steps eval_delay", 0, _FINITE),
+        ("num_train_epochs head_lr_multiplier", _POSITIVE, _FINITE),
+        ("logging_steps eval_steps save_steps", _POSITIVE, _LARGEST),
+        ("adam_beta1 adam_beta2 label_smoothing_factor", 0, 1),
+        ("per_device_train_batch_size per_device_eval_batch_size", 1, _LARGEST),
+        ("gradient_accumulation_steps informed_samples", 1, _LARGEST),
+        ("dataloader_num_workers znorm_refresh_samples head_warmup_steps energy_logging_steps", 0, _LARGEST),
+        # NumPy takes no others.
+        ("seed data_seed", 0, 2**32 - 1),
+        # -1 means num_train_epochs.
+        ("max_steps", -1, _LARGEST),
+        # Infinity measures the norm without clipping.
+        ("max_grad_norm", 0, math.inf),
+    )
+    for name in names.split()
 }
 
 SAVE_DTYPES = ["float32", "bfloat16", "float16"]
@@ -62,12 +65,15 @@ SAVE_DTYPES = ["float32", "bfloat16", "float16"]
 FLAG = {"nargs": "?", "const": True}
 
 
-def check_numbers(args: Any, bounds: dict[str, tuple[float, float]] = BOUNDS) -> None:
-    """Make sure that options are numbers within their bounds; one that is `None` is not set.
+def option(default: Any, text: str, *choices: str, **parsing: Any) -> Any:
+    """Declare an option: its default, its line in `--help`, and the values that it may have."""
+    return field(
+        default=default, metadata={"help": text, **({"choices": list(choices)} if choices else {}), **parsing}
+    )
 
-    Raises:
-        InputError: one is not; the message names what is allowed.
-    """
+
+def check_numbers(args: Any, bounds: dict[str, tuple[float, float]] = BOUNDS) -> None:
+    """Refuse options that are no numbers within their bounds; one that is `None` is not set."""
     for name, (least, largest) in bounds.items():
         value = getattr(args, name, None)
         within = isinstance(value, Real) and least <= float(value) <= largest and (name, value) != ("max_steps", 0)
@@ -85,85 +91,50 @@ class HeadArguments:
     [`EntameTrainer`] uses the defaults if it gets plain `TrainingArguments`.
     """
 
-    recipe: str = field(
-        default="paper",
-        metadata={
-            "help": f"{' or '.join(RECIPES)}. Options that you set override the recipe.",
-            "choices": list(RECIPES),
-        },
+    recipe: str = option("paper", f"{' or '.join(RECIPES)}. Options that you set override the recipe.", *RECIPES)
+    entame_method: str | None = option(
+        None,
+        f"How the head starts: {', '.join(get_args(Method))}. Defaults to the config that apply_entame got, else to "
+        "entame.",
+        *get_args(Method),
     )
-    entame_method: str | None = field(
-        default=None,
-        metadata={
-            "help": f"How the head starts: {', '.join(get_args(Method))}. Defaults to the config that apply_entame "
-            "got, else to entame.",
-            "choices": list(get_args(Method)),
-        },
+    phi_w: float | None = option(None, "φ_w, the variance of the head's initial weights; 1e-12 by default.")
+    noise_lambda: float | None = option(None, "λ: φ_w = (learning_rate · λ / classes)², instead of phi_w.")
+    znorm_momentum: float | None = option(
+        None, "How far a full batch moves the feature statistics used in evaluation, in (0, 1]; 1 by default."
     )
-    phi_w: float | None = field(
-        default=None, metadata={"help": "φ_w, the variance of the head's initial weights; 1e-12 by default."}
+    znorm_sync: bool | None = option(
+        None, "Normalise features over the batch of all processes together; True by default.", **FLAG
     )
-    noise_lambda: float | None = field(
-        default=None, metadata={"help": "λ: φ_w = (learning_rate · λ / classes)², instead of phi_w."}
-    )
-    znorm_momentum: float | None = field(
-        default=None,
-        metadata={
-            "help": "How far a full batch moves the feature statistics used in evaluation, in (0, 1]; 1 by default."
-        },
-    )
-    znorm_sync: bool | None = field(
-        default=None,
-        metadata={"help": "Normalise features over the batch of all processes together; True by default.", **FLAG},
-    )
-    head_lr_multiplier: float | None = field(
-        default=None, metadata={"help": "The head learning rate over learning_rate; 1 in the paper."}
-    )
+    head_lr_multiplier: float | None = option(None, "The head learning rate over learning_rate; 1 in the paper.")
     # In this order, HfArgumentParser takes it for a string.
-    head_lr: float | str | None = field(
-        default=None,
-        metadata={
-            "help": "The heads' peak learning rate, instead of head_lr_multiplier: a number, or auto to measure it in "
-            "the first step."
-        },
+    head_lr: float | str | None = option(
+        None,
+        "The heads' peak learning rate, instead of head_lr_multiplier: a number, or auto to measure it in the first "
+        "step.",
     )
-    head_warmup_steps: int | None = field(
-        default=None,
-        metadata={"help": "Optimizer steps that update the heads only; by default 1 for base_wu and 0 otherwise."},
+    head_warmup_steps: int | None = option(
+        None, "Optimizer steps that update the heads only; by default 1 for base_wu and 0 otherwise."
     )
-    freeze_backbone: bool = field(
-        default=False, metadata={"help": "Linear probing: freeze the backbone and train the heads only."}
+    freeze_backbone: bool = option(False, "Linear probing: freeze the backbone and train the heads only.")
+    freeze_statistics: bool | None = option(
+        None, "Freeze the backbone's BatchNorm running statistics, and normalise by them.", **FLAG
     )
-    freeze_statistics: bool | None = field(
-        default=None,
-        metadata={"help": "Freeze the backbone's BatchNorm running statistics, and normalise by them.", **FLAG},
+    znorm_refresh_samples: int = option(
+        0,
+        "Re-estimate the feature statistics on so many training images before evaluating and saving; 0 keeps the last "
+        "batch's.",
     )
-    znorm_refresh_samples: int = field(
-        default=0,
-        metadata={
-            "help": "Re-estimate the feature statistics on so many training images before evaluating and saving; 0 "
-            "keeps the last batch's."
-        },
+    informed_samples: int = option(
+        50_000, "Training images that entame_method=informed fits the head to, before the first step."
     )
-    informed_samples: int = field(
-        default=50_000,
-        metadata={"help": "Training images that entame_method=informed fits the head to, before the first step."},
-    )
-    save_dtype: str = field(
-        default="float32",
-        metadata={"help": "Type of the final weights; checkpoints stay float32.", "choices": SAVE_DTYPES},
-    )
-    energy_logging_steps: int = field(
-        default=20,
-        metadata={"help": "Measure the error of so many first steps, then of the logged ones. 0 turns it off."},
+    save_dtype: str = option("float32", "Type of the final weights; checkpoints stay float32.", *SAVE_DTYPES)
+    energy_logging_steps: int = option(
+        20, "Measure the error of so many first steps, then of the logged ones. 0 turns it off."
     )
 
     def resolve(self, name: str) -> Any:
-        """Get an option's value; the recipe's if the option is not set.
-
-        Args:
-            name (`str`): a field. `head_lr` and `head_lr_multiplier` are one choice: setting one sets the other.
-        """
+        """Get an option's value; the recipe's if it is not set. Setting `head_lr_multiplier` sets `head_lr` too."""
         value = getattr(self, name)
         is_set = value is not None or (name == "head_lr" and self.head_lr_multiplier is not None)
         return value if is_set else RECIPES[self.recipe].get(name)
@@ -171,19 +142,11 @@ class HeadArguments:
     def entame_config(self, applied: EntameConfig | None = None) -> EntameConfig:
         """Build the config of the heads.
 
-        Args:
-            applied ([`EntameConfig`], *optional*):
-                The config that [`apply_entame`] got. The options that are set override its fields; `entame_method`
-                overrides all of them but `head`, which says where the heads are.
-
-        Returns:
-            [`EntameConfig`]
-
-        Raises:
-            InputError: a value is outside of its domain.
+        Options that are set override fields of `applied`, the config that [`apply_entame`] got; `entame_method`
+        overrides all of them but `head`, which says where the heads are.
         """
-        changes = {name: getattr(self, option) for option, name in CONFIG_FIELDS.items()}
-        changes = {name: value for name, value in changes.items() if value is not None}
+        values = {name: getattr(self, argument) for argument, name in CONFIG_FIELDS.items()}
+        changes = {name: value for name, value in values.items() if value is not None}
         if "phi_w" in changes:
             changes.setdefault("noise_lambda", None)
         if self.entame_method is None and applied is not None:
@@ -206,9 +169,8 @@ class HeadArguments:
 
     def warmup_steps_of_head(self) -> int:
         """Get `head_warmup_steps`: Base+WU is Base with one warm-up step."""
-        if self.head_warmup_steps is None:
-            return 1 if self.entame_method == "base_wu" else 0
-        return self.head_warmup_steps
+        default = 1 if self.entame_method == "base_wu" else 0
+        return default if self.head_warmup_steps is None else self.head_warmup_steps
 
 
 @dataclass
@@ -230,12 +192,11 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             [`EntameConfig.for_method`]. Defaults to the config that [`apply_entame`] got, else to `"entame"`.
         phi_w (`float`, *optional*): φ_w, the variance of the head's initial weights. Defaults to 1e-12.
         noise_lambda (`float`, *optional*): λ, which replaces `phi_w` by (γλ/C)² with γ = `learning_rate`.
-        znorm_momentum (`float`, *optional*):
-            How far a full batch moves the feature statistics that evaluation uses; in (0, 1]. Defaults to 1.
-        znorm_sync (`bool`, *optional*):
-            Whether features are normalised over the batch of all processes together. Defaults to `True`.
-        head_lr_multiplier (`float`, *optional*):
-            The head learning rate over `learning_rate`. Defaults to 1.
+        znorm_momentum (`float`, *optional*, defaults to 1):
+            How far a full batch moves the feature statistics that evaluation uses; in (0, 1].
+        znorm_sync (`bool`, *optional*, defaults to `True`):
+            Whether features are normalised over the batch of all processes together.
+        head_lr_multiplier (`float`, *optional*, defaults to 1): the head learning rate over `learning_rate`.
         head_lr (`float` or `"auto"`, *optional*):
             The heads' own peak learning rate; they share the schedule of `learning_rate`. `"auto"` measures it in the
             first step: δ / E‖x‖₁ for Adam and its kin, with δ = 0.5 and x the classifier's input, so that a step moves
@@ -244,21 +205,18 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             Optimizer steps that update the heads only. Defaults to 1 for `"base_wu"` and to 0 otherwise.
         freeze_backbone (`bool`, *optional*, defaults to `False`):
             Linear probing: freeze the backbone's parameters and running statistics, and train the heads only.
-        freeze_statistics (`bool`, *optional*):
-            Freeze the backbone's BatchNorm running statistics, and normalise by them in training as in evaluation;
-            its weights learn. See [`frozen_statistics`]. Defaults to `False`.
+        freeze_statistics (`bool`, *optional*, defaults to `False`):
+            Freeze the backbone's BatchNorm running statistics, and normalise by them: see [`frozen_statistics`].
         znorm_refresh_samples (`int`, *optional*, defaults to 0):
             Re-estimate the feature statistics on so many training images, with the current weights, before each
             evaluation and checkpoint and at the end: 1,000 are enough. 0 keeps those that training left.
         informed_samples (`int`, *optional*, defaults to 50,000):
-            Training images that `entame_method="informed"` fits the head to, before the first step. More are sampled,
-            with the classes' proportions.
+            Training images that `entame_method="informed"` fits the head to, with the classes' proportions.
         save_dtype (`str`, *optional*, defaults to `"float32"`):
-            `"float32"`, `"bfloat16"` or `"float16"`: the type of the weights that `save_model` writes. Checkpoints
-            that a run resumes from stay float32, and so do running statistics.
+            The type of the weights that `save_model` writes: `"float32"`, `"bfloat16"` or `"float16"`. Running
+            statistics, and the checkpoints that a run resumes from, stay float32.
         energy_logging_steps (`int`, *optional*, defaults to 20):
-            Measure and log the error of so many first steps, see [`EnergyRecorder`], then of the steps whose loss is
-            logged. 0 turns it off.
+            Measure and log the error of so many first steps, then of the logged ones: see [`EnergyRecorder`].
 
     Raises:
         InputError: a value is outside of its domain; the message names what is allowed.
@@ -273,34 +231,24 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
     ```
     """
 
-    learning_rate: float = field(default=1e-4, metadata={"help": "γ, the peak learning rate."})
+    learning_rate: float = option(1e-4, "γ, the peak learning rate.")
     # None means the recipe's; __post_init__ fills both.
-    lr_scheduler_type: str | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={"help": "The schedule of the learning rate; by default the recipe's: constant in paper."},
+    lr_scheduler_type: str | None = option(  # type: ignore[assignment]
+        None, "The schedule of the learning rate; by default the recipe's: constant in paper."
     )
-    warmup_steps: float | None = field(  # type: ignore[assignment]
-        default=None,
-        metadata={
-            "help": "Steps in which the learning rate rises to its peak, or their share below 1; by default the "
-            "recipe's: 0 in paper."
-        },
+    warmup_steps: float | None = option(  # type: ignore[assignment]
+        None,
+        "Steps in which the learning rate rises to its peak, or their share below 1; by default the recipe's: 0 in "
+        "paper.",
     )
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Whether to remove columns that the model's forward does not name."}
+    remove_unused_columns: bool = option(False, "Whether to remove columns that the model's forward does not name.")
+    # For it, the host waits for the device in every step.
+    logging_nan_inf_filter: bool = option(
+        False, "Whether losses that are NaN or infinite are left out of the logged mean, at a step's cost."
     )
-
-    logging_nan_inf_filter: bool = field(
-        # For it, the host waits for the device in every step.
-        default=False,
-        metadata={
-            "help": "Whether losses that are NaN or infinite are left out of the logged mean, at a step's cost."
-        },
-    )
-    ddp_broadcast_buffers: bool | None = field(
-        # An evaluation begins with it, and what is saved are the first process's own.
-        default=False,
-        metadata={"help": "Whether DDP sends the first process's buffers to the others in every step."},
+    # An evaluation begins with it, and what is saved are the first process's own.
+    ddp_broadcast_buffers: bool | None = option(
+        False, "Whether DDP sends the first process's buffers to the others in every step."
     )
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..data import cores
 from ..errors import InputError, unknown_value
-from ..training_args import BOUNDS, EntameTrainingArguments, check_numbers
+from ..training_args import BOUNDS, EntameTrainingArguments, check_numbers, option
 
 METRICS = ("loss", "accuracy", "accuracy_macro", "f1_macro")
 
@@ -64,14 +64,6 @@ WITHOUT_EFFECT = (
 PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet_ml", "dvclive": "dvclive", "flyte": "flytekit"}
 
 _MODULES = {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
-
-
-def option(default: Any, text: str, *choices: str) -> Any:
-    """Declare an option: its default, its line in `--help` and the values it may have."""
-    metadata: dict[str, Any] = {"help": text}
-    if choices:
-        metadata["choices"] = list(choices)
-    return field(default=default, metadata=metadata)
 
 
 @dataclass

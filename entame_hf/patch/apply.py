@@ -128,12 +128,7 @@ def apply_entame(
 
 
 def set_applied(model: nn.Module, config: EntameConfig) -> None:
-    """Note on a model's heads that a configuration is applied to them, and save the model folded from now on.
-
-    Args:
-        model (`torch.nn.Module`): a model with the structure that `config` asks for, see [`set_feature_norm`].
-        config ([`EntameConfig`]): how its heads were drawn.
-    """
+    """Note on heads of a config's structure that it is applied to them, and save the model folded from now on."""
     for head in find_heads(model, config.head):
         _note(head, config, has_learned(head.module))
     patch_save_pretrained(model)
@@ -273,10 +268,6 @@ def set_feature_norm(heads: list[Head], config: EntameConfig) -> None:
 
     The class of a leaf is exchanged and the leaf itself stays, with its parameters and hooks. A kept head gives the
     same logits as before.
-
-    Args:
-        heads (`list[Head]`): what [`find_heads`] finds.
-        config ([`EntameConfig`]): `feature_norm`, `eps`, `momentum`, `sync` and `init` are read.
     """
     for head in heads:
         leaf = head.module

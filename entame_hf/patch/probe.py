@@ -39,12 +39,7 @@ class Probe:
 
 
 def probe_features(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    num_classes: int,
-    head: str | None = None,
-    max_samples: int = 50_000,
+    model: nn.Module, batches: Iterable[Any], *, num_classes: int, head: str | None = None, max_samples: int = 50_000
 ) -> Probe:
     """Measure how well the features of a pretrained model fit classes, in one pass in eval mode.
 

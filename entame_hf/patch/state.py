@@ -183,6 +183,11 @@ def is_saved_head(model: nn.Module, leaf: Leaf) -> bool:
     saved = getattr(model.config, "entame", None) if isinstance(model, PreTrainedModel) else None
     if saved is None or not vars(leaf).get("_is_hf_initialized", False) or vars(leaf).get("entame_trained") is False:
         return False
+    if not isinstance(saved, dict) or "num_labels" not in saved:
+        raise InputError(
+            "`config.entame` is damaged: it does not say what the head was trained for. Repair config.json; or remove "
+            "`entame` from it for a new head."
+        )
     config = head_config(leaf)
     return saved["num_labels"] == num_classes(leaf) and (config is None or config.init == "keep")
 

@@ -53,27 +53,12 @@ def check_push(
 ) -> str:
     """Check that a model can be pushed, and create its repository and branch if they are missing.
 
-    Args:
-        repo (`str`): the repository, with its namespace or without, which is the user's then.
-        token (`str`, *optional*): defaults to the one that the machine is logged in with.
-        private (`bool`, *optional*): whether a new repository is private; defaults to what its owner has set.
-        revision (`str`, *optional*): the branch, `"main"` by default.
-
     Returns:
-        `str`: the repository with its namespace.
+        `str`: the repository with its namespace, which is the user's if `repo` has none.
 
     Raises:
         InputError: there is no token, it may not write there, the name is taken by a dataset or a Space, the
             repository is public and should be private, or the Hub cannot be reached.
-
-    Example:
-
-    ```python
-    >>> from entame_hf.trainer.hub import check_push
-
-    >>> check_push("my-model", private=True)  # doctest: +SKIP
-    'me/my-model'
-    ```
     """
     api = hf_api()
     if not (token or get_token()):
@@ -115,16 +100,7 @@ def check_push(
 
 
 def check_push_of(args: TrainingArguments, token: str | None = None, private: bool | None = None) -> str:
-    """Make sure that a run's model can be pushed, as [`check_push`] does.
-
-    Args:
-        args (`TrainingArguments`): say where to; the repository defaults to the name of the output folder.
-        token (`str`, *optional*): overrides the arguments'.
-        private (`bool`, *optional*): overrides the arguments'.
-
-    Returns:
-        `str`: the repository with its namespace.
-    """
+    """Make sure that a run's model can be pushed: `token` and `private` override the arguments'."""
     return check_push(
         args.hub_model_id or Path(str(args.output_dir)).absolute().name,
         token=token or args.hub_token,
@@ -136,19 +112,7 @@ def check_push_of(args: TrainingArguments, token: str | None = None, private: bo
 def upload(
     repo: str, folder: str | Path, message: str, *, token: str | None, revision: str | None, **options: Any
 ) -> CommitInfo:
-    """Upload a folder, and try again after a failure that may pass.
-
-    Args:
-        repo (`str`): the repository, with its namespace.
-        folder (`str` or `Path`): what is uploaded.
-        message (`str`): the commit's.
-        token (`str`, *optional*): defaults to the one that the machine is logged in with.
-        revision (`str`, *optional*): the branch, `"main"` by default.
-        options: passed to `HfApi.upload_folder`.
-
-    Returns:
-        `huggingface_hub.CommitInfo`: the commit.
-    """
+    """Upload a folder, and try again after a failure that may pass."""
     send = partial(
         hf_api().upload_folder,
         repo_id=repo,
@@ -176,11 +140,7 @@ def model_files() -> dict[str, list[str]]:
 
 
 def forget_local_base(folder: str | Path) -> None:
-    """Replace the path of an adapter's local base model by its name.
-
-    Args:
-        folder (`str` or `Path`): what will be pushed; nothing happens where it holds no adapter.
-    """
+    """Replace the path of an adapter's local base model by its name."""
     file = Path(folder, "adapter_config.json")
     if file.is_file():
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -202,27 +162,7 @@ def card_on_hub(repo: str, *, token: str | None = None, revision: str | None = N
 def upload_command(
     repo: str, folder: str | Path, *, private: bool | None, revision: str | None, exclude: Sequence[str] = ()
 ) -> str:
-    """Build the command that pushes a folder as [`EntameTrainer`] does.
-
-    Args:
-        repo (`str`): the repository, with its namespace.
-        folder (`str` or `Path`): the folder, as its user calls it.
-        private (`bool`, *optional*): whether a new repository is private.
-        revision (`str`, *optional*): the branch, `"main"` by default.
-        exclude (`Sequence[str]`, *optional*): patterns of what is not pushed either.
-
-    Returns:
-        `str`: a line for a shell.
-
-    Example:
-
-    ```python
-    >>> from entame_hf.trainer.hub import upload_command
-
-    >>> upload_command("me/my-model", "out", private=True, revision=None)[:38]
-    'hf upload me/my-model out . --private '
-    ```
-    """
+    """Build the shell's command that pushes a folder as [`EntameTrainer`] does, without what `exclude` names."""
     parts = [_hf(), "upload", repo, str(folder), "."]
     parts += ["--private"] if private else []
     parts += ["--revision", revision] if revision else []
@@ -244,14 +184,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class HubTarget(NamedTuple):
-    """Say where a model is pushed.
-
-    Args:
-        repo (`str`): the repository, with its namespace.
-        token (`str`, *optional*): defaults to the one that the machine is logged in with.
-        revision (`str`, *optional*): the branch, `"main"` by default.
-        private (`bool`, *optional*): whether a new repository is private.
-    """
+    """Say where a model is pushed."""
 
     repo: str
     token: str | None = None
@@ -269,10 +202,7 @@ def push_folder(
         folder (`str`): the output folder; what [`model_files`] names is pushed.
         message (`str`): the commit's.
         write_card (`Callable`): updates the card in the folder.
-        blocking (`bool`, *optional*, defaults to `True`): whether to wait for the upload.
-
-    Returns:
-        `huggingface_hub.CommitInfo`, or a future of it.
+        blocking (`bool`, *optional*, defaults to `True`): whether to wait for the upload, or get a future of it.
 
     Raises:
         RunError: the push failed; the message has the command that pushes the folder.

@@ -20,14 +20,7 @@ from transformers.utils import logging
 from ..data import BatchDataset, ClassificationDataset, batch_loader, stratified_rows
 from ..errors import InputError
 from ..heads import Head, find_heads
-from ..patch import (
-    HeadFeatures,
-    HeadFit,
-    collect_features,
-    collect_head_features,
-    fit_to_features,
-    normalised_heads,
-)
+from ..patch import HeadFeatures, HeadFit, collect_features, collect_head_features, fit_to_features, normalised_heads
 from .labels import has_several_labels
 from .loader import prepared_loader
 from .loss import ClassificationLoss

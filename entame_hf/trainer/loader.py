@@ -58,26 +58,20 @@ def prepared_loader(
         return accelerator.prepare(loader), maker
 
 
-def is_batch_stream(dataset: Any) -> bool:
-    """Tell whether a dataset gives whole batches and has no row numbers."""
-    return isinstance(dataset, BatchDataset) and isinstance(dataset, IterableDataset)
+def place_in_stream(trainer: Any, checkpoint: str) -> tuple[int, int] | None:
+    """Skip what a checkpoint's run has read of a stream: passes that had ended, and batches of the one that had not.
 
-
-def place_in_stream(checkpoint: str, accumulation: int) -> tuple[int, int]:
-    """Tell which pass over a stream a run was in, and after which of its batches.
-
-    Args:
-        checkpoint (`str`): a checkpoint of the run.
-        accumulation (`int`): batches a step.
-
-    Returns:
-        `tuple[int, int]`: passes that had ended, and batches of the one that had not.
+    None if the trainer reads no stream of batches, which have no row numbers.
     """
+    if not (isinstance(trainer.train_dataset, BatchDataset) and isinstance(trainer.train_dataset, IterableDataset)):
+        return None
     state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
     # As Trainer counts: whole passes, and batches of this one over those of the run.
     epoch = state.epoch or 0.0
     passes = max(math.ceil(epoch) - 1, 0)
-    return passes, round((epoch - passes) * state.max_steps * accumulation)
+    batches = round((epoch - passes) * state.max_steps * trainer.args.gradient_accumulation_steps)
+    trainer.batch_maker.skip(batches)
+    return passes, batches
 
 
 def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_differ: bool) -> Any:

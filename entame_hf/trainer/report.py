@@ -29,12 +29,7 @@ logger = logging.get_logger(__name__)
 EXAMPLES = 3
 
 # Arguments that the card tells beside those that Trainer's card tells.
-HYPERPARAMETERS = (
-    "lr_scheduler_kwargs",
-    "max_grad_norm",
-    "bf16",
-    "freeze_backbone",
-)
+HYPERPARAMETERS = ("lr_scheduler_kwargs", "max_grad_norm", "bf16", "freeze_backbone")
 
 
 def try_to_write_card(trainer: Any, *args: Any, **options: Any) -> None:

@@ -40,14 +40,7 @@ _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*", "pytorch_model_fs
 
 
 def damage(checkpoint: str | Path) -> str | None:
-    """Tell why a checkpoint cannot be resumed from.
-
-    Args:
-        checkpoint (`str` or `Path`): the checkpoint's folder.
-
-    Returns:
-        `str` or `None`: what is missing, incomplete or damaged; None for an intact checkpoint.
-    """
+    """Tell what is missing, incomplete or damaged in a checkpoint; None if it is intact."""
     folder = Path(checkpoint)
     if is_incomplete(folder):
         return "its writing never ended"
@@ -150,14 +143,7 @@ def _is_safetensors(file: Path) -> bool:
 
 
 def last_intact_checkpoint(folder: str | Path) -> str | None:
-    """Find the newest intact checkpoint of a run, by its step, and name the ones after it.
-
-    Args:
-        folder (`str` or `Path`): the run's output folder.
-
-    Returns:
-        `str` or `None`: the checkpoint's folder; None if there is none.
-    """
+    """Find the newest intact checkpoint of an output folder, by its step, and name the ones after it."""
     for checkpoint in reversed(_checkpoints(folder)):
         reason = damage(checkpoint)
         if reason is None:

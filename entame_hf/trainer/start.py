@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from ..config import EntameConfig, noise_to_signal_ratio
 from ..errors import InputError
-from ..heads import Head, find_heads, is_peft, num_classes
+from ..heads import Head, find_heads, has_adapters, is_peft, num_classes
 from ..patch import applied_config, apply_entame, check_bias, clear_entame_state, frozen_backbone, frozen_statistics
 from ..training_args import AUTO, HeadArguments
 from .checkpoint import prepare_resuming
@@ -102,8 +102,16 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
         trainer.frozen.enter_context(frozen_statistics(model))
 
 
-def warn_of_half_precision(model: nn.Module) -> None:
-    """Warn if a model's weights would be trained in half precision."""
+def check_precision(model: nn.Module, args: HeadArguments, casts: bool) -> None:
+    """Warn of weights that would be trained in half precision, unless DeepSpeed casts them.
+
+    Raises:
+        InputError: adapters cannot be saved in the dtype asked for.
+    """
+    if args.save_dtype != "float32" and has_adapters(model):
+        raise InputError("Adapters are saved in float32. Leave `save_dtype` out, or merge them first.")
+    if casts:
+        return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -123,13 +131,7 @@ def drop_gradients(model: nn.Module, heads: list[Head]) -> None:
 
 
 def start_heads(
-    model: nn.Module,
-    config: EntameConfig,
-    *,
-    learning_rate: float,
-    seed: int,
-    batch_size: int,
-    accumulation: int = 1,
+    model: nn.Module, config: EntameConfig, *, learning_rate: float, seed: int, batch_size: int, accumulation: int = 1
 ) -> None:
     """Apply ENTAME for a training, and warn where its settings work against it.
 

@@ -19,8 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import EntameConfig
 from ..data import BatchDataset
-from ..errors import InputError
-from ..heads import TIMM_PREFIX, Head, find_heads, has_adapters, num_classes
+from ..heads import TIMM_PREFIX, Head, find_heads, num_classes
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import FiniteCheck, OwnRandomness, TrainedMark
@@ -32,14 +31,7 @@ from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push_of, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
-from .loader import (
-    explained_inputs,
-    has_batch_norm,
-    is_batch_stream,
-    mean_batch_size,
-    place_in_stream,
-    prepared_loader,
-)
+from .loader import explained_inputs, has_batch_norm, mean_batch_size, place_in_stream, prepared_loader
 from .lock import locked_output_dir
 from .loss import ClassificationLoss, CustomLoss, OverflowFilter, read_class_weights
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
@@ -48,7 +40,7 @@ from .report import try_to_write_card
 from .resume import ResumeCheck, find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
 from .schedule import complete_schedule, explain_optimizer_errors, explain_scheduler_errors, resolve_ratios
-from .start import drop_gradients, prepare_model, resolve_config, warn_of_half_precision
+from .start import check_precision, drop_gradients, prepare_model, resolve_config
 from .temporary import temporarily
 
 
@@ -88,9 +80,6 @@ class EntameTrainer(Trainer):
     state: Any
     label_smoother: Any
     hub_model_id: Any
-    batch_maker: Any
-    mean_batch_size: Any
-    gather_function: Any
     push_in_progress: Any = None
 
     # ---- Setup ----
@@ -123,10 +112,7 @@ class EntameTrainer(Trainer):
             preprocess_logits_for_metrics,
         )
         set_log_level(args)
-        if not self.is_deepspeed_enabled:
-            warn_of_half_precision(self.model)
-        if self.head_args.save_dtype != "float32" and has_adapters(self.model):
-            raise InputError("Adapters are saved in float32. Leave `save_dtype` out, or merge them first.")
+        check_precision(self.model, self.head_args, self.is_deepspeed_enabled)
         self.entame = entame.under(TIMM_PREFIX) if entame is not None and wrapped is not model else entame
         # Most vision models take **kwargs and scale nothing. Trainer takes their loss for one that is divided already:
         # gradients would grow with gradient accumulation (transformers#47688).
@@ -144,11 +130,8 @@ class EntameTrainer(Trainer):
         self.head_fitter = HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
         observers = (self.evaluations, self.base_noise, self.head_fitter, self.energies, self.head_rates)
-        first, last = (
-            (ResumeCheck(), OwnRandomness(), TrainedMark()),
-            (FiniteCheck(self), CheckpointUploads(self)),
-        )
-        for callback in (*first, *observers, *last):
+        first = (ResumeCheck(), OwnRandomness(), TrainedMark())
+        for callback in (*first, *observers, FiniteCheck(self), CheckpointUploads(self)):
             self.add_callback(callback)
         # What is frozen while train() runs, and how often a batch size was tried in it.
         self.frozen, self.attempts = ExitStack(), 0
@@ -210,10 +193,8 @@ class EntameTrainer(Trainer):
         )
         # Trainer would log, evaluate and save when the checkpoint's run did.
         self.state.compute_steps(self.args, max_steps)
-        if resume_from_checkpoint and batches and is_batch_stream(self.train_dataset):
-            epochs, batches = place_in_stream(resume_from_checkpoint, self.args.gradient_accumulation_steps)
-            self.batch_maker.skip(batches)
-        return epochs, batches
+        place = place_in_stream(self, resume_from_checkpoint) if resume_from_checkpoint and batches else None
+        return place or (epochs, batches)
 
     # The head learning rate needs a parameter group of its own before the scheduler reads the groups.
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -13,10 +13,7 @@ from safetensors.torch import load_file
 
 WORKER = Path(__file__).parent / "train.py"
 GLOBAL_BATCH = 64
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 
 def train(folder: Path, configuration: str, processes: int, **options) -> list[float]:

@@ -129,9 +129,7 @@ def test_the_feature_statistics_are_those_of_the_images():
 
 
 @pytest.mark.parametrize(
-    ("head", "shape"),
-    [(nn.Conv2d(8, 3, 1), (8, 3, 3)), (nn.Linear(8, 3), (5, 8))],
-    ids=["1×1 convolution", "tokens"],
+    ("head", "shape"), [(nn.Conv2d(8, 3, 1), (8, 3, 3)), (nn.Linear(8, 3), (5, 8))], ids=["1×1 convolution", "tokens"]
 )
 def test_features_are_averaged_over_positions_and_their_statistics_are_not(head, shape):
     features, labels = blobs(8, math.prod(shape) // 8)

@@ -14,14 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
-from entame_hf import (
-    EntameConfig,
-    InputError,
-    ZNormLinear,
-    apply_entame,
-    find_heads,
-    fold_entame,
-)
+from entame_hf import EntameConfig, InputError, ZNormLinear, apply_entame, find_heads, fold_entame
 from entame_hf.patch import (
     applied_config,
     as_transformers,

@@ -13,12 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
-from entame_hf import (
-    EntameConfig,
-    EntameTrainer,
-    EntameTrainingArguments,
-    head_learning_rate,
-)
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, head_learning_rate
 from entame_hf.trainer.head_lr import LOGIT_STEP, MARK, _share_of_gradient, feature_norms
 
 AUTO = {"head_lr": "auto", "entame_method": "mei"}

@@ -14,13 +14,7 @@ from test_head_lr import SCHEDULES, Probe, Rates, arguments, logged, train, two_
 from transformers import TrainingArguments, ViTForImageClassification
 from transformers.utils import logging
 
-from entame_hf import (
-    EntameConfig,
-    EntameTrainer,
-    EntameTrainingArguments,
-    InputError,
-    apply_entame,
-)
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, apply_entame
 from entame_hf.patch import applied_config
 from entame_hf.trainer.checkpoint import saved_record
 from entame_hf.trainer.head_lr import MARK

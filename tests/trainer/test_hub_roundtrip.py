@@ -141,10 +141,7 @@ def finetune(folder: Path, hub: HubServer, write_model: Callable[[Path], None], 
 
 @pytest.mark.parametrize(
     ("kind", "write_model"),
-    [
-        ("timm", write_timm_model),
-        pytest.param("transformers", write_transformers_model, marks=pytest.mark.slow),
-    ],
+    [("timm", write_timm_model), pytest.param("transformers", write_transformers_model, marks=pytest.mark.slow)],
 )
 def test_from_the_hub_to_the_hub(tmp_path, hub, kind, write_model):
     best = {"metric_for_best_model": "accuracy", "load_best_model_at_end": True}

@@ -1,149 +1,15 @@
-"""z-normalisation across a batch: the function, then the classifiers that use it."""
+"""z-normalisation across a batch: the layer, then the classifiers that use it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from .errors import InputError
-
-# The name since torch 2.14, which deprecates the former one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def z_norm(
-    x: Tensor, mean: Tensor | None = None, var: Tensor | None = None, *, eps: float = 1e-5, dim: int = -1
-) -> Tensor:
-    """Normalise each feature to zero mean and unit variance across the batch.
-
-    Args:
-        x (`torch.Tensor` of shape `(N, *, K)`): floating-point features, with K at `dim`.
-        mean (`torch.Tensor` of shape `(K,)`, *optional*): defaults to the batch's mean.
-        var (`torch.Tensor` of shape `(K,)`, *optional*): biased variance; defaults to the batch's.
-        eps (`float`, *optional*, defaults to 1e-5): added to the variance under the root.
-        dim (`int`, *optional*, defaults to -1): the feature dimension; statistics are taken over all others.
-
-    Returns:
-        `torch.Tensor`: shape and dtype of `x`; computed in float32, or float64 where `x` is.
-
-    Raises:
-        InputError: one of `mean` and `var` is set without the other.
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from entame_hf import z_norm
-
-    >>> z_norm(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
-    tensor([[-1.0000,  0.0000],
-            [ 1.0000,  0.0000]])
-    ```
-
-    Source: equation 19 of [ENTAME](https://arxiv.org/abs/1905.10698).
-    """
-    if (mean is None) != (var is None):
-        set_one, other = ("var", "mean") if mean is None else ("mean", "var")
-        raise InputError(
-            f"z_norm got `{set_one}` without `{other}`: pass both, or neither to use the batch's own statistics."
-        )
-    wide = widen(x)
-    if mean is None or var is None:
-        return standardise(wide, batch_statistics(wide, dim, sync=False), eps, dim).to(x.dtype)
-    zero = torch.zeros_like(mean)
-    return standardise(wide, BatchStatistics(mean, zero, var, 0), eps, dim).to(x.dtype)
-
-
-class BatchStatistics(NamedTuple):
-    """Statistics of one batch, per feature; the mean is `origin + offset`.
-
-    `origin` is a row of the batch. Statistics relative to it keep the precision of features far from zero, and a
-    constant feature has an offset and a variance of exactly zero.
-    """
-
-    origin: Tensor
-    offset: Tensor
-    var: Tensor
-    number: Tensor | int
-
-
-def widen(x: Tensor) -> Tensor:
-    """Convert to the dtype that statistics are computed in: float32, or float64 where `x` is."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _along(values: Tensor, x: Tensor, dim: int) -> Tensor:
-    """View K values so that they broadcast along dimension `dim` of `x`."""
-    shape = [1] * x.ndim
-    shape[dim] = -1
-    return values.view(shape)
-
-
-def standardise(x: Tensor, batch: BatchStatistics, eps: float, dim: int) -> Tensor:
-    """Normalise features with the statistics of a batch."""
-    # Subtracting in two steps: origin + offset would round, and 1/sqrt(eps) magnifies what is rounded off.
-    centred = (x - _along(batch.origin, x, dim)) - _along(batch.offset, x, dim)
-    return centred * torch.rsqrt(_along(batch.var, x, dim) + eps)
-
-
-def batch_statistics(x: Tensor, dim: int, sync: bool) -> BatchStatistics:
-    """Compute the statistics of a batch, with `sync` of the global batch of all processes."""
-    rows = x.movedim(dim, -1).reshape(-1, x.shape[dim])
-    if sync:
-        origin, offset, var, number = _GlobalStatistics.apply(rows)
-        # Detached here: torch.compile fails on mark_non_differentiable before torch 2.14.
-        return BatchStatistics(origin.detach(), offset, var, number.detach())
-    count = rows.shape[0]
-    origin, offset, squares = _moments(rows)
-    return BatchStatistics(origin, offset, squares / max(count, 1), count)
-
-
-def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the first row, the mean relative to it, and the sum of squared deviations from the mean."""
-    origin = rows[0].detach() if len(rows) else rows.new_zeros(rows.shape[1])
-    shifted = rows - origin
-    offset = shifted.sum(0) / max(len(rows), 1)
-    return origin, offset, (shifted - offset).square().sum(0)
-
-
-class _GlobalStatistics(torch.autograd.Function):
-    """Compute `origin`, `offset`, `var` and `number` of the global batch.
-
-    The forward gathers 3K + 1 numbers a process, the backward sums 2K. The explicit backward launches fewer kernels
-    than autograd would.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        width = rows.shape[1]
-        mine = torch.cat([*_moments(rows), rows.new_full((1,), len(rows))])
-        table = mine.new_empty(dist.get_world_size() * len(mine))
-        _all_gather(table, mine)
-        origins, offsets, squares, counts = table.view(-1, len(mine)).split([width, width, width, 1], dim=1)
-        total = counts.sum()
-        divisor = total.clamp(min=1)
-        # The largest batch has a row to be the common origin. index_select, as indexing synchronises with the host.
-        origin = origins.index_select(0, counts.argmax(0)).squeeze(0)
-        means = offsets + (origins - origin)
-        offset = (counts * means).sum(0) / divisor
-        var = torch.addcmul(squares, counts, (means - offset).square()).sum(0) / divisor
-        ctx.save_for_backward(rows, origin, offset, divisor)
-        return origin, offset, var, total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Any, to_offset: Tensor, to_var: Tensor, __: Any) -> Tensor:
-        rows, origin, offset, divisor = ctx.saved_tensors
-        # Every process's outputs depend on every process's rows, through the statistics.
-        gradients = torch.cat([to_offset, to_var])
-        dist.all_reduce(gradients)
-        to_offset, to_var = (gradients / divisor).chunk(2)
-        return torch.addcmul(to_offset, to_var, (rows - origin) - offset, value=2)
+from .statistics import BatchStatistics, batch_statistics, standardise, widen, z_norm
 
 
 class ZNorm(nn.Module):
@@ -151,17 +17,8 @@ class ZNorm(nn.Module):
 
     The stored statistics are the exact weighted mean of the batches' statistics. A batch of n samples has weight
     m = `momentum * n / largest_batch`, and each later batch scales it by 1 − m. Under `momentum=1` a full batch
-    replaces the statistics, and a partial last batch barely moves them.
-
-    Args:
-        num_features (`int`): K.
-        eps (`float`, *optional*, defaults to 1e-5): added to the variance under the root.
-        momentum (`float`, *optional*, defaults to 1.0): weight of a full batch, in (0, 1].
-        sync (`bool`, *optional*, defaults to `True`): use the global batch of all processes.
-        dim (`int`, *optional*, defaults to -1): the feature dimension of the input.
-        dtype (`torch.dtype`, *optional*): of the classifier; statistics are in float32, or in float64 where it is.
-
-    Shape: input and output `(N, *, K)`, or K at `dim`.
+    replaces the statistics, and a partial last batch barely moves them. They are float32, or float64 where the
+    classifier is.
 
     Source: equation 19 of [ENTAME](https://arxiv.org/abs/1905.10698); batch normalisation without parameters. The
     weighted mean corrects for its start as [Adam](https://arxiv.org/abs/1412.6980), section 3, does.
@@ -285,7 +142,6 @@ class ZNormLeaf(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # No public hook can add the buffers that a checkpoint lacks: one of stock or folded weights has no statistics.
         names = {f"{prefix}znorm.{name}" for name, _ in self.znorm.named_buffers()}
-        total = f"{prefix}znorm.total_weight"
         if f"{prefix}weight" in state_dict and names.isdisjoint(state_dict):
             # This head reads raw features: the first training batch rewrites it, its mean going into the bias.
             self.znorm.set_identity_()
@@ -293,9 +149,6 @@ class ZNormLeaf(nn.Module):
             state_dict.update({f"{prefix}znorm.{name}": buffer for name, buffer in self.znorm.named_buffers()})
         elif not names.isdisjoint(state_dict):
             self.znorm.unfold_next = False
-            if total not in state_dict:
-                # Written before the mean was corrected for its start: continue as an average of full weight.
-                state_dict[total] = torch.ones_like(self.znorm.total_weight)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -306,9 +159,9 @@ class ZNormLinear(ZNormLeaf, nn.Linear):
         in_features (`int`): K, features per example.
         out_features (`int`): C, classes.
         bias (`bool`, *optional*, defaults to `True`): whether to add a bias.
-        eps (`float`, *optional*, defaults to 1e-5): see [`ZNorm`].
-        momentum (`float`, *optional*, defaults to 1.0): see [`ZNorm`].
-        sync (`bool`, *optional*, defaults to `True`): see [`ZNorm`].
+        eps (`float`, *optional*, defaults to 1e-5): added to the variance under the root.
+        momentum (`float`, *optional*, defaults to 1.0): weight of a full batch in the stored statistics, in (0, 1].
+        sync (`bool`, *optional*, defaults to `True`): normalise over the global batch of all processes.
 
     Shape: input `(N, *, K)`, output `(N, *, C)`.
 
@@ -346,9 +199,7 @@ class ZNormConv2d(ZNormLeaf, nn.Conv2d):
         in_channels (`int`): K, features per position.
         out_channels (`int`): C, classes.
         kernel_size (`int`, *optional*, defaults to 1): as [`torch.nn.Conv2d`], like every other argument of it.
-        eps (`float`, *optional*, defaults to 1e-5): see [`ZNorm`].
-        momentum (`float`, *optional*, defaults to 1.0): see [`ZNorm`].
-        sync (`bool`, *optional*, defaults to `True`): see [`ZNorm`].
+        eps, momentum, sync: as for [`ZNormLinear`].
 
     Shape: input `(N, K, H, W)`, output `(N, C, H, W)`.
     """
