@@ -22,7 +22,7 @@ from .first_step import backbone_features, first_step, label_rows, unchanged
 
 METHODS: tuple[Method, ...] = ("base", "keep", "mei", "fn", "entame")
 
-COLUMNS = ("loss", "entropy", "noise share", "error at features", "passed on", "noise in first update")
+COLUMNS = ("  loss", "entropy", "noise share", "error at features", "passed on", "update noise")
 
 # A loss up to this fraction of ln C shows that the head was trained on these classes.
 KNOWS = 0.5
