@@ -10,6 +10,7 @@ from ..config import EntameConfig
 from ..data import batch_loader
 from ..energy import inspect_head
 from .arguments import WITHOUT_EFFECT, ModelArguments, RunArguments, check_given
+from .console import say
 from .data_arguments import DataArguments
 from .demo import DEFAULTS, load_demo
 from .finetune import INPUTS, load, load_data, set_up
@@ -72,6 +73,6 @@ def _show(model: Any, train: Any, args: RunArguments) -> None:
     batches = (batch.to(args.device) for batch in loader)
     given = {name: value for name in ("phi_w", "noise_lambda") if (value := getattr(args, name)) is not None}
     config = EntameConfig(**given)
-    print(inspect_head(model, batches, config, learning_rate=args.learning_rate, seed=args.seed))
+    say(str(inspect_head(model, batches, config, learning_rate=args.learning_rate, seed=args.seed)))
     if probe is not None:
-        print(probe)
+        say(str(probe))
