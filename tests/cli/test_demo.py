@@ -117,7 +117,6 @@ def test_the_demonstration_is_inspected(tmp_path):
 @pytest.mark.slow
 def test_a_wheel_has_the_command(tmp_path):
     """Built from the sources, installed into an environment that has the dependencies alone."""
-    pytest.importorskip("build")
     root = Path(__file__).parents[2]
     build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(root)]
     subprocess.run(build, check=True, capture_output=True)
