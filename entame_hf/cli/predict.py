@@ -61,7 +61,12 @@ def main(argv: list[str]) -> None:
         given = parser.given(argv)
         (args,) = parser.build(given)
         file = Path(args.output)
-        if file.is_dir() or (file.exists() and not args.overwrite):
+        try:
+            taken = file.is_dir() or (file.exists() and not args.overwrite)
+        # Too long a name, or a null byte.
+        except (OSError, ValueError) as odd:
+            raise InputError(f"`output` cannot be a file ({getattr(odd, 'strerror', odd)}). Give another.") from odd
+        if taken:
             raise InputError(f"`output={file}` exists. Replace it (`overwrite`) or give another file.")
         files = _image_files(given["folder"])
         model, processor = load_trained(

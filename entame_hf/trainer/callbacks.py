@@ -9,6 +9,7 @@ from accelerate.utils import set_seed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..patch import set_trained
+from .loss import scales_loss
 from .resume import check_finite
 
 
@@ -77,11 +78,10 @@ class FiniteCheck(TrainerCallback):
         loss = (kwargs.get("logs") or {}).get("loss")
         if loss is None:
             return
-        accelerator = self.trainer.accelerator
-        if accelerator.mixed_precision == "fp16":
+        scaler = self.trainer.accelerator.scaler
+        if scales_loss(self.trainer):
             # DeepSpeed stops by itself once its scale has vanished.
-            vanished = accelerator.scaler is not None and accelerator.scaler.get_scale() < _VANISHED
-            loss = math.nan if vanished else 0.0
+            loss = math.nan if scaler is not None and scaler.get_scale() < _VANISHED else 0.0
         check_finite(kwargs["model"], args, state, loss)
 
     def on_train_end(

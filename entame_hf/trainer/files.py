@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         write(draft)
         draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        # The name may be too long for it too.
+        with suppress(OSError):
+            draft.unlink()
         raise RunError(
-            f"{path} could not be written ({error.strerror or error}). Make room there, and resume with "
-            "`resume_from_checkpoint=last`."
+            f"{path} could not be written ({error.strerror or error}). Make room there, and type the command again: a "
+            "training resumes with `resume_from_checkpoint=last`."
         ) from error
 
 
@@ -57,10 +59,10 @@ def check_writable(folder: Path) -> None:
         parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=parent):
             pass
-    except OSError as error:
-        raise InputError(
-            f"`output_dir={folder}` cannot be written to ({error.strerror}). Give a folder of yours."
-        ) from error
+    # A name may hold a null byte.
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise InputError(f"`output_dir={folder}` cannot be written to ({reason}). Give a folder of yours.") from error
 
 
 def make_output_dir(args: TrainingArguments) -> None:

@@ -104,6 +104,11 @@ class CustomLoss:
         )
 
 
+def scales_loss(trainer: Any) -> bool:
+    """Tell whether a trainer scales its loss, as float16 needs it, and skips steps that overflow."""
+    return trainer.accelerator.scaler is not None or (trainer.is_deepspeed_enabled and trainer.args.fp16)
+
+
 class OverflowFilter:
     """Keep losses that overflowed in float16 out of Trainer's running sum, which would be NaN for ever after.
 

@@ -64,15 +64,20 @@ def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
                 "options are the same."
             )
         else:
+            differences = []
             try:
-                _refuse_others(checkpoint, saved["facts"], facts)
-                _restore(trainer, checkpoint, saved["options"])
-                check_numbers(trainer.args)
-            except InputError:
-                raise
+                differences = _differences(saved["facts"], facts)
+                if not differences:
+                    _restore(trainer, checkpoint, saved["options"])
+                    check_numbers(trainer.args)
             # Values of other types than a run writes.
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise InputError(_damaged(Path(checkpoint, PROVENANCE))) from error
+            if differences:
+                raise InputError(
+                    f"{checkpoint} was trained on something else. {'; '.join(differences)}. Resume with the same, or "
+                    "start a new run in another `output_dir`."
+                )
             _name_unknown(facts)
     return {"facts": facts, "options": _options(trainer)}
 
@@ -203,18 +208,13 @@ def _damaged(file: Path) -> str:
     return f"{file} is damaged. Resume from another checkpoint, `resume_from_checkpoint=FOLDER`."
 
 
-def _refuse_others(checkpoint: str, saved: Options, facts: Options) -> None:
-    differences = [
+def _differences(saved: Options, facts: Options) -> list[str]:
+    return [
         f"{name}: {_difference(saved[name], value)}"
         for name, value in facts.items()
         # What one of the two does not know cannot be compared.
         if saved.get(name) is not None and value is not None and saved[name] != value
     ]
-    if differences:
-        raise InputError(
-            f"{checkpoint} was trained on something else. {'; '.join(differences)}. Resume with the same, or start a "
-            "new run in another `output_dir`."
-        )
 
 
 def _name_unknown(facts: Options) -> None:

@@ -267,29 +267,25 @@ def _checkpoints(folder: str | Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]))
 
 
-def check_finite(model: nn.Module, args: TrainingArguments, state: TrainerState, loss: float = 0.0) -> None:
-    """Make sure that a loss, and the parameters and buffers of a model, are finite.
+def has_finite_weights(model: nn.Module) -> bool:
+    """Check whether the parameters and buffers of a model are finite."""
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    # FSDP2 shards parameters, not buffers, and torch takes no norm of both together.
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    norms = [get_total_norm(kind) for kind in (sharded, whole)]
+    return all((norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite() for norm in norms)
 
-    Args:
-        model (`torch.nn.Module`): the model in training.
-        args (`TrainingArguments`): named in the message.
-        state (`TrainerState`): says after which step.
-        loss (`float`, *optional*, defaults to 0): the logged loss.
+
+def check_finite(model: nn.Module, args: TrainingArguments, state: TrainerState, loss: float = 0.0) -> None:
+    """Stop a training whose logged loss, or whose model, is not finite any more.
 
     Raises:
-        NonFiniteError: they are not.
+        NonFiniteError: the message says after which step, and what to try.
     """
-    if math.isfinite(loss):
-        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
-        # FSDP2 shards parameters, not buffers, and torch takes no norm of both together.
-        sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-        norms = [get_total_norm(kind) for kind in (sharded, whole)]
-        if all((norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite() for norm in norms):
-            return
-        what = "Weights of the model are not finite"
-    else:
-        what = f"The training loss is {loss}"
+    if math.isfinite(loss) and has_finite_weights(model):
+        return
+    what = f"The training loss is {loss}" if not math.isfinite(loss) else "Weights of the model are not finite"
     kept = last_intact_checkpoint(str(args.output_dir)) if args.save_strategy != "no" else None
     raise NonFiniteError(
         f"{what} after step {state.global_step}, so the training stopped and saved no model. Try a lower "

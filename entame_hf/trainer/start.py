@@ -16,6 +16,7 @@ from ..patch import applied_config, apply_entame, check_bias, clear_entame_state
 from ..training_args import AUTO, HeadArguments
 from .checkpoint import prepare_resuming
 from .parallel import check_sharding, normalise_in_float32
+from .resume import has_finite_weights
 
 logger = logging.get_logger(__name__)
 
@@ -91,6 +92,8 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
             batch_size=trainer._train_batch_size * args.world_size,
             accumulation=args.gradient_accumulation_steps,
         )
+        if not has_finite_weights(model):
+            raise InputError("The model has weights that are not finite before any training. Load another checkpoint.")
     trainer.attempts += 1
     if args.device.type == "cpu" and not sharded:
         model.to(memory_format=torch.channels_last)
@@ -102,13 +105,15 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
         trainer.frozen.enter_context(frozen_statistics(model))
 
 
-def check_precision(model: nn.Module, args: HeadArguments, casts: bool) -> None:
-    """Warn of weights that would be trained in half precision, unless DeepSpeed casts them.
+def check_precision(model: nn.Module, args: Any, save_dtype: str, casts: bool) -> None:
+    """Warn of weights that would be trained in half precision, unless DeepSpeed casts them, and of fp16 on a CPU.
 
     Raises:
         InputError: adapters cannot be saved in the dtype asked for.
     """
-    if args.save_dtype != "float32" and has_adapters(model):
+    if args.fp16 and args.device.type == "cpu":
+        logger.warning("`fp16=True` has no effect on a CPU: the training is in float32. Use `bf16=True`, or neither.")
+    if save_dtype != "float32" and has_adapters(model):
         raise InputError("Adapters are saved in float32. Leave `save_dtype` out, or merge them first.")
     if casts:
         return

@@ -33,7 +33,7 @@ from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
 from .loader import explained_inputs, has_batch_norm, mean_batch_size, place_in_stream, prepared_loader
 from .lock import locked_output_dir
-from .loss import ClassificationLoss, CustomLoss, OverflowFilter, read_class_weights
+from .loss import ClassificationLoss, CustomLoss, OverflowFilter, read_class_weights, scales_loss
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance
 from .report import try_to_write_card
@@ -112,7 +112,7 @@ class EntameTrainer(Trainer):
             preprocess_logits_for_metrics,
         )
         set_log_level(args)
-        check_precision(self.model, self.head_args, self.is_deepspeed_enabled)
+        check_precision(self.model, args, self.head_args.save_dtype, self.is_deepspeed_enabled)
         self.entame = entame.under(TIMM_PREFIX) if entame is not None and wrapped is not model else entame
         # Most vision models take **kwargs and scale nothing. Trainer takes their loss for one that is divided already:
         # gradients would grow with gradient accumulation (transformers#47688).
@@ -291,7 +291,7 @@ class EntameTrainer(Trainer):
         inputs = self.read_labels(inputs, self.model)
         with explained_inputs(self, inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.accelerator.mixed_precision == "fp16":
+        if scales_loss(self):
             loss = self.overflows(loss)
         if self.accelerator.sync_gradients:
             self.energies.observe_gradients()

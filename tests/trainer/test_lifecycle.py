@@ -13,7 +13,6 @@ import time
 import pytest
 import timm
 import torch
-from accelerate import Accelerator
 from conftest import RandomImages
 from transformers import TrainerCallback
 
@@ -181,7 +180,7 @@ def test_a_loss_that_is_not_finite_stops_with_trainers_filter_too(tmp_path):
 
 
 @pytest.mark.parametrize("overflows", [{2}, {1}, {1, 2}], ids=str)
-def test_steps_that_loss_scaling_skips_leave_later_losses_finite(tmp_path, monkeypatch, overflows):
+def test_steps_that_loss_scaling_skips_leave_later_losses_finite(tmp_path, overflows):
     """float16 overflows in some forwards: their losses are not logged, and the training goes on."""
 
     class Overflowing(EntameTrainer):
@@ -193,7 +192,6 @@ def test_steps_that_loss_scaling_skips_leave_later_losses_finite(tmp_path, monke
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
             return super().create_optimizer(*args)
 
-    monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "fp16"))
     done = trainer(tmp_path, kind=Overflowing, max_grad_norm=0.0)
     train_loss = done.train().training_loss
     losses = {entry["step"]: entry["loss"] for entry in done.state.log_history if "loss" in entry}
@@ -205,12 +203,24 @@ def test_steps_that_loss_scaling_skips_leave_later_losses_finite(tmp_path, monke
     assert mean == pytest.approx(sum(losses[step] for step in losses.keys() - overflows) / (4 - len(overflows)))
 
 
-def test_a_loss_scale_that_has_vanished_stops_the_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(Accelerator, "mixed_precision", property(lambda self: "fp16"))
+def test_a_loss_scale_that_has_vanished_stops_the_training(tmp_path):
     done = trainer(tmp_path, save_strategy="no")
     done.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-20)
     with pytest.raises(NonFiniteError, match="training loss is nan after step 1"):
         done.train()
+
+
+@pytest.mark.parametrize("act", [set_nan, set_infinite_statistics])
+def test_a_model_that_is_not_finite_is_refused_before_the_first_step(tmp_path, act):
+    done = trainer(tmp_path)
+    act(done.model)
+    with pytest.raises(InputError, match="not finite before any training"):
+        done.train()
+
+
+def test_fp16_on_a_cpu_is_said_to_have_no_effect(tmp_path, caplog):
+    trainer(tmp_path, fp16=True)
+    assert "`fp16=True` has no effect on a CPU" in caplog.text
 
 
 # ---- Evaluation in half precision ----

@@ -73,7 +73,7 @@ def warnings(monkeypatch, caplog):
         ({"recipe": "recommended"}, "`recipe`: paper in the checkpoint, recommended in this run"),
         ({"freeze_backbone": True}, "`freeze_backbone`: False in the checkpoint, True in this run"),
         ({"gradient_accumulation_steps": 2}, "examples per step: 16 in the checkpoint, 32 in this run"),
-        ({"entame_method": "mei"}, "Resume with the same configuration"),
+        ({"entame_method": "mei"}, "trained with another EntameConfig"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
