@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..data import Splits
 from ..errors import InputError
-from ..trainer import locked_output_dir, set_log_level, whole_models
+from ..trainer import locked_output_dir, set_log_level, zero3_init_disabled
 from .arguments import WITHOUT_EFFECT, ModelArguments, RunArguments, check_given
 from .console import say
 from .data_arguments import DataArguments
@@ -83,7 +83,7 @@ def load_data(model_args: ModelArguments, data_args: DataArguments, args: RunArg
 
 def load(splits: Splits, model_args: ModelArguments, data_args: DataArguments, args: RunArguments) -> tuple[Any, Any]:
     """Load the model of a run, and build its datasets."""
-    with whole_models(args):
+    with zero3_init_disabled(args):
         model, processor = load_classifier(
             str(model_args.model_name_or_path),
             splits.class_names,

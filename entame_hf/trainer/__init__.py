@@ -7,7 +7,7 @@ from .files import check_writable, write_file, write_text
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
 from .informed import training_batches
 from .lock import locked_output_dir
-from .parallel import same_on_all, set_log_level, whole_models
+from .parallel import same_on_all, set_log_level, zero3_init_disabled
 from .provenance import used_options
 from .resume import find_checkpoint, last_intact_checkpoint
 from .trainer import EntameTrainer
@@ -28,7 +28,7 @@ __all__ = [
     "set_log_level",
     "training_batches",
     "used_options",
-    "whole_models",
     "write_file",
     "write_text",
+    "zero3_init_disabled",
 ]

@@ -27,14 +27,13 @@ logger = logging.get_logger(__name__)
 
 
 def check_processes(args: TrainingArguments) -> None:
-    """Make sure that processes which were started together train together, and that one process uses one GPU.
+    """Check that processes that were started together train together, and that each uses one GPU.
 
     Args:
         args (`TrainingArguments`): several GPUs in one process are reduced to one, with a warning.
 
     Raises:
-        InputError: several processes were started that do not know of each other, or that would look for a batch size
-            each by itself.
+        InputError: processes do not know of each other, or each would look for a batch size by itself.
     """
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and args.world_size == 1:
@@ -79,18 +78,18 @@ def set_log_level(args: TrainingArguments) -> None:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Give all processes the first one's buffers: each has moved its running statistics by its own images."""
+    """Send rank 0's buffers to all ranks: each has moved its running statistics by its own images."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer.detach(), 0)
 
 
 @contextmanager
-def whole_models(args: TrainingArguments) -> Iterator[None]:
-    """Let transformers load models whole while this context lasts, though the arguments ask for ZeRO-3.
+def zero3_init_disabled(args: TrainingArguments) -> Iterator[None]:
+    """Keep transformers from sharding models while it loads them, though the arguments ask for ZeRO-3.
 
-    It would partition them as soon as those arguments exist, and then refuse a head for another number of classes.
-    DeepSpeed takes whole models apart when the training begins.
+    A sharded head cannot be replaced by one for another number of classes. DeepSpeed shards the model when training
+    begins.
     """
     plugin = args.deepspeed_plugin
     if plugin is None:
@@ -177,14 +176,14 @@ def check_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> None:
         optimizer (`torch.optim.Optimizer`): what will train.
 
     Raises:
-        InputError: the optimizer keeps nothing from step to step, and parameters are sharded by FSDP:
-            `torch.distributed.checkpoint.state_dict.set_optimizer_state_dict` asks for a tensor to tell the device by.
+        InputError: the optimizer has no state, and FSDP shards the parameters: torch's `set_optimizer_state_dict`
+            takes the device from a tensor of the state.
     """
     if getattr(accelerator.state, "fsdp_plugin", None) is None or not isinstance(optimizer, SGD):
         return
     if not any(group["momentum"] for group in optimizer.param_groups):
         raise InputError(
-            "torch cannot restore SGD without momentum under FSDP, so no training could go on from its checkpoints. "
+            "torch cannot restore SGD without momentum under FSDP, so no run could resume from its checkpoints. "
             "Set `optim_args=momentum=0.9`, or save none with `save_strategy=no`."
         )
 
@@ -196,7 +195,7 @@ def are_several() -> bool:
 
 
 def same_on_all(find: Callable[[], str]) -> str:
-    """Find a file or folder on every process, so that all of them go on or none does.
+    """Find a file or folder on every process, so that all ranks resume or none does.
 
     Args:
         find (`Callable`): returns a path, which may differ between hosts in all but its name.
@@ -212,8 +211,7 @@ def same_on_all(find: Callable[[], str]) -> str:
         found = find()
     except InputError as error:
         reason = str(error)
-    # Alone, gathering gives back what it was given.
-    # The folder that a process is in is known as "." there.
+    # Absolute, as the current folder is ".".
     answers = gather_object([(Path(found).absolute().name if reason is None else "", reason)])
     first = next((rank for rank, (name, _) in enumerate(answers) if name), None)
     if first is None:
@@ -222,14 +220,14 @@ def same_on_all(find: Callable[[], str]) -> str:
     for rank, (name, why) in enumerate(answers):
         if name != expected:
             raise InputError(
-                f"Rank {first} would go on from {expected}, and rank {rank} from {name or f'nothing ({why})'}. All "
+                f"Rank {first} would resume from {expected}, and rank {rank} from {name or f'nothing ({why})'}. All "
                 "hosts must have the same: give one that they all have, or copy it to the output folder of each."
             )
     return found
 
 
 def check_output_folder(args: TrainingArguments) -> None:
-    """Make sure, before a training on several hosts, that what the first of them writes can be read where it must be.
+    """Check, before a run on several hosts, that all of them can read what the first one writes.
 
     Args:
         args (`TrainingArguments`): `output_dir` is made; the options that say what is saved and loaded are read.

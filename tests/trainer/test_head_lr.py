@@ -1,4 +1,4 @@
-"""A measured rate of the heads: how far it moves logits, and that it is measured once, whatever the training does."""
+"""The measured head learning rate: how far it moves logits, and that each run measures it once."""
 
 import copy
 import math
@@ -109,12 +109,12 @@ FIRST = {"sgd-momentum": 0.1, "sgd-nesterov": 0.19}
 class TestHowFarAStepMovesALogit:
     @pytest.mark.parametrize(("scale", "width"), [(0.1, 512), (1.0, 32), (10.0, 2048)])
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_by_delta_where_features_tell_classes_apart(self, tmp_path, optimizer, scale, width):
+    def test_a_step_moves_logits_by_delta_where_features_separate_classes(self, tmp_path, optimizer, scale, width):
         moved, _ = first_step(tmp_path, two_clusters(width, scale), 2, **OPTIMIZERS[optimizer])
         assert moved.mean().item() == pytest.approx(LOGIT_STEP * FIRST.get(optimizer, 1), rel=0.1)
 
     @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-    def test_by_delta_over_normalised_features(self, tmp_path, optimizer):
+    def test_a_step_moves_logits_by_delta_over_normalised_features(self, tmp_path, optimizer):
         data = two_clusters(512, 30.0)
         moved, _ = first_step(tmp_path, data, 2, method="entame", **OPTIMIZERS[optimizer])
         assert moved.mean().item() == pytest.approx(LOGIT_STEP, rel=0.1)
@@ -123,7 +123,7 @@ class TestHowFarAStepMovesALogit:
         ("kind", "classes"), [("gaussian", 2), ("positive", 10), ("sparse", 100), ("off-centre", 10)]
     )
     @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-    def test_by_no_more_than_delta_whatever_the_features(self, tmp_path, optimizer, kind, classes):
+    def test_a_step_moves_logits_by_at_most_delta(self, tmp_path, optimizer, kind, classes):
         torch.manual_seed(1)
         labels = torch.randint(classes, (64,))
         features = torch.randn(64, 200) + torch.randn(classes, 200)[labels]
@@ -162,7 +162,7 @@ class TestRule:
         ],
         ids=["plain", "momentum", "nesterov", "dampened", "averaged"],
     )
-    def test_what_sgd_makes_of_a_gradient_that_stays(self, options):
+    def test_sgd_sums_a_constant_gradient(self, options):
         weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         optimizer = torch.optim.SGD([weight], lr=1.0, **options)
         steps = []
@@ -243,7 +243,7 @@ class TestInATraining:
             assert head == pytest.approx(base * peak / 1e-4)
         assert len({base for base, _ in rates.steps}) > 1 or schedule == "constant"
 
-    def test_it_is_measured_over_all_of_the_first_step(self, tmp_path, tiny_vit):
+    def test_all_micro_batches_of_the_first_step_are_measured(self, tmp_path, tiny_vit):
         """However that is split; the data are one batch, so that their order does not matter."""
         data = RandomImages(16)
         expected = LOGIT_STEP / norm_of(copy.deepcopy(tiny_vit), data.images)
@@ -264,7 +264,7 @@ class TestInATraining:
         # E|x| of a standardised feature lies below 1; layer-normalised ones stay away from 0.
         assert 0.6 * 32 < LOGIT_STEP / logged(trainer)[0] < 32
 
-    def test_every_head_has_its_own(self, tmp_path):
+    def test_each_head_has_a_learning_rate(self, tmp_path):
         class TwoHeads(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -317,7 +317,7 @@ class TestInATraining:
         assert {group["lr"] for group in groups} == {peak}
         assert group["params"] == [trainer.heads()[0].module.weight]
 
-    def test_a_given_rate_is_the_heads_peak(self, tmp_path, tiny_vit):
+    def test_a_given_head_learning_rate_is_the_peak(self, tmp_path, tiny_vit):
         trainer = train(tiny_vit, arguments(tmp_path, head_lr=2e-3, lr_scheduler_type="linear"))
         peaks = {MARK in group: group["initial_lr"] for group in trainer.optimizer.param_groups}
         assert peaks == {True: 2e-3, False: 1e-4}
@@ -345,7 +345,7 @@ class TestInATraining:
         assert breaks_measured == breaks
         assert logged(trainer) == pytest.approx(logged(train(tiny_vit, arguments(tmp_path))), rel=1e-5)
 
-    def test_one_value_in_a_training_travels_to_the_host(self, tmp_path, tiny_vit, calls_to_host):
+    def test_a_run_synchronises_once(self, tmp_path, tiny_vit, calls_to_host):
         def transfers(**changes):
             calls_to_host.clear()
             train(copy.deepcopy(tiny_vit), arguments(tmp_path, max_steps=4, **changes))

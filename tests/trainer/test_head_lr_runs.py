@@ -43,14 +43,14 @@ class TestAgain:
     @pytest.mark.parametrize(
         ("before", "after", "said"), [("auto", None, "had a .* have none"), (None, 1e-3, "had no")]
     )
-    def test_switching_it_on_or_off_is_refused(self, tmp_path, tiny_vit, before, after, said):
+    def test_resume_refuses_to_add_or_drop_a_head_learning_rate(self, tmp_path, tiny_vit, before, after, said):
         args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2, head_lr=before)
         train(copy.deepcopy(tiny_vit), args)
         with pytest.raises(InputError, match=f"{said}.*Resume with the same head_lr"):
             train(copy.deepcopy(tiny_vit), dataclasses.replace(args, max_steps=4, head_lr=after), resume=True)
 
     @pytest.mark.runs
-    def test_out_of_memory_is_tried_again_from_a_new_measurement(self, tmp_path, tiny_vit):
+    def test_a_smaller_batch_is_measured_anew(self, tmp_path, tiny_vit):
         """With a batch half as large, whose images are other ones."""
         rates = Rates()
 
@@ -65,14 +65,14 @@ class TestAgain:
         assert after[0][1] == pytest.approx(before[0][1], rel=0.1)
 
     @pytest.mark.runs
-    def test_what_the_head_read_before_memory_ran_out_does_not_count(self, tmp_path, tiny_vit):
+    def test_an_interrupted_step_is_not_measured(self, tmp_path, tiny_vit):
         args = arguments(tmp_path, auto_find_batch_size=True, optim="sgd", gradient_accumulation_steps=4, max_steps=1)
         again = train(copy.deepcopy(tiny_vit), args, OutOfMemoryTrainer)
         args.per_device_train_batch_size = again._train_batch_size
         assert logged(again) == pytest.approx(logged(train(tiny_vit, args)), rel=1e-6)
 
     @pytest.mark.runs
-    def test_every_trial_of_a_search_measures_its_own(self, tmp_path, tiny_vit):
+    def test_each_trial_of_a_search_measures_its_rate(self, tmp_path, tiny_vit):
         pytest.importorskip("optuna")
         seen = []
 
@@ -86,7 +86,7 @@ class TestAgain:
         assert len({base for base, _ in seen}) == 3
         assert len({head for _, head in seen}) == 1
 
-    def test_training_on_measures_anew(self, tmp_path, tiny_vit):
+    def test_a_second_run_measures_anew(self, tmp_path, tiny_vit):
         args = arguments(tmp_path, head_lr="auto")
         trainer = train(tiny_vit, args, entame=EntameConfig.for_method("keep"))
         (first,) = logged(trainer)
@@ -99,7 +99,7 @@ class TestAgain:
 
 
 class TestWhatIsTold:
-    def test_the_config_and_the_card_tell_it(self, tmp_path, tiny_vit):
+    def test_config_and_card_show_the_rate(self, tmp_path, tiny_vit):
         trainer = train(tiny_vit, arguments(tmp_path))
         trainer.save_model()
         trainer.create_model_card()
@@ -138,17 +138,17 @@ class TestWhatIsTold:
 
 class TestRefusals:
     @pytest.mark.parametrize("optimizer", ["rmsprop", "adafactor"])
-    def test_an_optimizer_whose_steps_are_not_known(self, tmp_path, tiny_vit, optimizer):
+    def test_an_unknown_optimizer_is_refused(self, tmp_path, tiny_vit, optimizer):
         with pytest.raises(InputError, match=r'not those of \w+\. Give the rate, .* optim="adamw_torch"'):
             train(copy.deepcopy(tiny_vit), arguments(tmp_path, optim=optimizer))
         train(tiny_vit, arguments(tmp_path, optim=optimizer, head_lr=1e-3))
 
-    def test_a_momentum_that_forgets_nothing(self, tmp_path, tiny_vit):
+    def test_a_momentum_of_one_is_refused(self, tmp_path, tiny_vit):
         with pytest.raises(InputError, match=r"momentum=1, with which steps grow for ever\. Give less, such as 0\.9"):
             train(tiny_vit, arguments(tmp_path, optim="sgd", optim_args="momentum=1.0"))
 
     @pytest.mark.parametrize(("factor", "norm"), [(0, "0.0"), (math.nan, "nan"), (math.inf, "inf")])
-    def test_features_from_which_no_rate_follows(self, tmp_path, factor, norm):
+    def test_zero_and_infinite_features_are_refused(self, tmp_path, factor, norm):
         data = two_clusters(32)
         data.features = torch.ones_like(data.features) * factor
         model = Probe(32, 2)
@@ -156,7 +156,7 @@ class TestRefusals:
             train(model, arguments(tmp_path), data=data, entame=EntameConfig.for_method("mei", head="head"))
         assert model.head.weight.isfinite().all()
 
-    def test_a_loss_that_passes_the_measurement_by(self, tmp_path, tiny_vit):
+    def test_a_compute_loss_that_skips_the_measurement_is_refused(self, tmp_path, tiny_vit):
         class Own(EntameTrainer):
             def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
                 outputs = model(**inputs)
@@ -166,7 +166,7 @@ class TestRefusals:
             train(tiny_vit, arguments(tmp_path), Own)
 
     @pytest.mark.parametrize("option", [{"head_lr": "auto"}, {"head_lr": 1e-2}, {"head_lr_multiplier": 10.0}])
-    def test_an_optimizer_of_the_users_own_is_left_alone(self, tmp_path, tiny_vit, monkeypatch, caplog, option):
+    def test_a_users_optimizer_is_left_alone(self, tmp_path, tiny_vit, monkeypatch, caplog, option):
         monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
         optimizer = torch.optim.Adam(tiny_vit.parameters(), lr=1e-3)
         args = arguments(tmp_path, **{"head_lr": None, **option})

@@ -42,7 +42,7 @@ def test_resume_accepts_the_current_folder(tmp_path, monkeypatch):
     ("mine", "other", "message"),
     [
         (lambda: "out/checkpoint-4", ("", "it is gone"), r"from checkpoint-4, and rank 1 from nothing \(it is gone\)"),
-        (not_there, ("checkpoint-4", None), "Rank 1 would go on from checkpoint-4, and rank 0 from nothing"),
+        (not_there, ("checkpoint-4", None), "Rank 1 would resume from checkpoint-4, and rank 0 from nothing"),
         (lambda: "out/checkpoint-4", ("checkpoint-2", None), "checkpoint-4, and rank 1 from checkpoint-2"),
         (not_there, ("", "it is gone"), "^there is no checkpoint there$"),
     ],
