@@ -72,8 +72,6 @@ def quiet_libraries() -> None:
     """Keep what helps nobody from the console: bars under the bar, and remarks about defaults."""
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-    # timm's image processors live in config.json.
-    logging.getLogger("transformers.models.timm_wrapper.image_processing_timm_wrapper").setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -6,14 +6,21 @@ import math
 from typing import Any
 
 from accelerate.utils import set_seed
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ..patch import set_trained
 from .loss import scales_loss
 from .resume import check_finite
 
 
-class TrainedMark(TrainerCallback):
+class TrainedHeadCallback(TrainerCallback):
     """Note after a step that the heads are trained, so that nothing wipes them unasked."""
 
     def on_step_end(
@@ -22,7 +29,7 @@ class TrainedMark(TrainerCallback):
         set_trained(kwargs["model"])
 
 
-class OwnRandomness(TrainerCallback):
+class PerRankSeedCallback(TrainerCallback):
     """Give each rank its own random numbers: with Trainer's one seed, dropout is the same on all ranks.
 
     Rank 0 keeps its numbers. The model and the order of the data, which ranks share, are made before; a checkpoint's
@@ -35,6 +42,35 @@ class OwnRandomness(TrainerCallback):
         if args.process_index > 0:
             # NumPy takes no larger seeds.
             set_seed((args.seed + args.process_index) % 2**32)
+
+
+def _without_energies(logs: dict[str, Any]) -> dict[str, Any]:
+    """Leave out a dozen values a step, which are for trackers and the log history."""
+    shown = {name: value for name, value in logs.items() if not name.startswith("energy/")}
+    return shown if set(shown) != {"epoch"} else {}
+
+
+class ProgressWithoutEnergies(ProgressCallback):
+    """Show what `ProgressCallback` shows, without energies."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if shown := _without_energies(logs):
+            super().on_log(args, state, control, logs=shown, **kwargs)
+
+
+class PrinterWithoutEnergies(PrinterCallback):
+    """Print what `PrinterCallback` prints, without energies."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if shown := _without_energies(logs):
+            super().on_log(args, state, control, logs=shown, **kwargs)
+
+
+def hide_energies(trainer: Any) -> None:
+    """Replace Trainer's own console callback by one that leaves energies out."""
+    ours = {ProgressCallback: ProgressWithoutEnergies, PrinterCallback: PrinterWithoutEnergies}
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[:] = [ours[type(each)]() if type(each) in ours else each for each in callbacks]
 
 
 class EarlyEvaluation(TrainerCallback):

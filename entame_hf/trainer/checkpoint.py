@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ..config import EntameConfig
@@ -56,7 +57,8 @@ def save_trained(trainer: Any, folder: Path, state_dict: dict[str, Tensor] | Non
         # transformers writes the type of the model in memory, which plain from_pretrained loads.
         config_file = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         write_text(folder / CONFIG_NAME, json.dumps({**config_file, "dtype": dtype}, indent=2) + "\n")
-    if trainer.processing_class is not None:
+    # timm's writes nothing but a warning: it is kept in config.json.
+    if not isinstance(trainer.processing_class, (type(None), TimmWrapperImageProcessor)):
         trainer.processing_class.save_pretrained(folder)
     if config:
         save_head_state(trainer.model, config, folder, state_dict)

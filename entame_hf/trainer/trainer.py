@@ -22,7 +22,7 @@ from ..data import BatchDataset
 from ..heads import TIMM_PREFIX, Head, find_heads, num_classes
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
-from .callbacks import FiniteCheck, OwnRandomness, TrainedMark
+from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, hide_energies
 from .checkpoint import load_trained, prepare_resuming, save_trained
 from .energies import BaseNoise, EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
@@ -130,9 +130,10 @@ class EntameTrainer(Trainer):
         self.head_fitter = HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
         observers = (self.evaluations, self.base_noise, self.head_fitter, self.energies, self.head_rates)
-        first = (ResumeCheck(), OwnRandomness(), TrainedMark())
+        first = (ResumeCheck(), PerRankSeedCallback(), TrainedHeadCallback())
         for callback in (*first, *observers, FiniteCheck(self), CheckpointUploads(self)):
             self.add_callback(callback)
+        hide_energies(self)
         # What is frozen while train() runs, and how often a batch size was tried in it.
         self.frozen, self.attempts = ExitStack(), 0
         self.batch_maker, self.parts_differ, self.mean_batch_size = None, False, None

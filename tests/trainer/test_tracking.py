@@ -99,3 +99,16 @@ def test_trackios_page_shows_the_energies(tmp_path, photos, timm_folder):  # noq
     assert re.search(r"\bout-\d{8}-\d{6}\b", text)
     for name in NAMES:
         assert re.search(rf"^{name}$", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("disable_tqdm", [False, True], ids=["bar", "prints"])
+def test_the_console_shows_losses_without_energies(tiny_vit, tmp_path, capsys, disable_tqdm):
+    args = EntameTrainingArguments(
+        str(tmp_path), max_steps=2, logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=disable_tqdm
+    )
+    trainer = EntameTrainer(tiny_vit, args, train_dataset=RandomImages(16))
+    trainer.train()
+    shown = "".join(capsys.readouterr())
+    assert shown.count("'grad_norm'") == 2
+    assert "energy/" not in shown
+    assert sum("energy/total" in entry for entry in trainer.state.log_history) == 2
