@@ -18,6 +18,9 @@ from ..errors import InputError
 
 Transform = Callable[[Image.Image], Tensor]
 
+# An image of this side takes 200 MB.
+LARGEST_SIDE = 8192
+
 
 def evaluation_transform(processor: BaseImageProcessor) -> Transform:
     """Build the transform for evaluation, from an RGB image to a float tensor: exactly what the processor does."""
@@ -67,10 +70,10 @@ def set_image_size(processor: BaseImageProcessor, size: int) -> BaseImageProcess
         [`~transformers.BaseImageProcessor`]: A processor of the same class.
 
     Raises:
-        InputError: If the size is not positive or the processor cannot be set to it.
+        InputError: If the size is out of bounds or the processor cannot be set to it.
     """
-    if size < 1:
-        raise InputError(f"`image_size={size}` must be a positive number of pixels: try `image_size=224`.")
+    if not 1 <= size <= LARGEST_SIDE:
+        raise InputError(f"`image_size={size}` must be from 1 to {LARGEST_SIDE:,} pixels: try `image_size=224`.")
     if isinstance(processor, TimmWrapperImageProcessor):
         return _rebuild_timm(processor, input_size=(3, size, size), crop_pct=1.0, crop_mode="squash")
     square = {"height": size, "width": size}

@@ -147,3 +147,9 @@ def test_timms_test_size_goes_with_the_old_size():
     resized = update_pretrained_cfg(cfg, set_image_size(timm_processor(), 64))
     assert not {"test_input_size", "test_crop_pct"} & resized.keys()
     assert (resized["classifier"], resized["input_size"]) == ("fc", (3, 64, 64))
+
+
+@pytest.mark.parametrize("size", [0, -1, 8193, 100_000])
+def test_an_image_size_out_of_bounds_is_refused_before_an_image_is_made(size):
+    with pytest.raises(InputError, match="must be from 1 to 8,192 pixels"):
+        set_image_size(ViTImageProcessor(), size)

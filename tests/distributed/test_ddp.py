@@ -278,7 +278,7 @@ def test_resuming_from_a_whole_checkpoint_and_pushing_once(tmp_path, monkeypatch
     folder = tmp_path / "run"
     whole = train(folder, 2, save_strategy="steps", save_steps=2)
     for checkpoint in ("checkpoint-4", "checkpoint-5"):
-        (folder / checkpoint / "trainer_state.json").write_text("")
+        (folder / checkpoint / "checkpoint_files.json").write_text("")
     with HubServer() as hub:
         for name, value in hub.environment(tmp_path / "home").items():
             monkeypatch.setenv(name, value)
