@@ -94,7 +94,7 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
 
 
 def what_to_type(trainer: EntameTrainer) -> str:
-    """Say how an interrupted run goes on: resumed, or started anew if it left no checkpoint."""
+    """Say how to resume an interrupted run, or to start it anew if it left no checkpoint."""
     folder = Path(str(trainer.args.output_dir))
     if not trainer.state.global_step:
         return "No step was taken: the same command starts it again."

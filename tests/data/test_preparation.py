@@ -57,7 +57,7 @@ def test_resize_crop_gives_what_the_processor_gives(processor, image):
         assert (given - preparation(pixels)).abs().mean() < 0.5
 
 
-def test_whole_images_are_squashed(image):
+def test_whole_images_are_resized_to_a_square(image):
     preparation = Preparation(ViTImageProcessor(), exact=False, whole=True)
     given = preparation(pil_to_tensor(image))
     expected = pil_to_tensor(image.resize((336, 336), Image.Resampling.BICUBIC))

@@ -119,7 +119,7 @@ def test_two_machines_train_as_one_and_one_resumes_after_the_other_died(tmp_path
     log = (broken / "host0.log").read_text()
     assert re.search("Connection (closed|reset)|peer", log), log[-3000:]
 
-    # The last whole checkpoint goes on, on one host.
+    # One host resumes from the last intact checkpoint.
     last, step = last_checkpoint(broken)
     alone(broken, per_device_train_batch_size=24, **{**options, "max_steps": step + 2, "resume": str(last)})
     resumed = torch.load(broken / "rank0.pt")
@@ -145,7 +145,7 @@ def test_hosts_that_share_no_folder(tmp_path, hosts):
 
     assert "this one alone keeps checkpoints" in run(True, max_steps=4)[0]
     for log in run(False, max_steps=6, resume=True):
-        assert "Rank 0 would go on from checkpoint-4, and rank 1 from nothing" in log, log[-3000:]
+        assert "Rank 0 would resume from checkpoint-4, and rank 1 from nothing" in log, log[-3000:]
     shutil.copytree(folders[0] / "checkpoint-4", folders[1] / "checkpoint-4", dirs_exist_ok=True)
     run(True, max_steps=6, resume=True)
     first, second = (torch.load(folder / f"rank{rank}.pt") for rank, folder in enumerate(folders))

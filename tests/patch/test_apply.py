@@ -198,7 +198,7 @@ class TestNumLabels:
 
 
 class TestKeepOverNormalisedFeatures:
-    """A head that is kept goes on from where it was."""
+    """A head that is kept trains further from where it was."""
 
     def test_evaluation_is_unchanged_before_training(self):
         model = timm.create_model("test_resnet", num_classes=10).eval()

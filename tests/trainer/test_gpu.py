@@ -237,7 +237,7 @@ def test_images_of_the_source_task_are_drawn_on_the_device_and_learnt(tmp_path):
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "sgd"])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_measured_head_rate(tmp_path, precision, optimizer):
-    """A step that the scaler of fp16 skips has been measured all the same, and the schedule goes on from there."""
+    """A step that the scaler of fp16 skips has been measured all the same, and the schedule continues."""
 
     def run(**changes):
         args = EntameTrainingArguments(

@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_finite_stops_with_trainers_filter_too(tmp_path):
 
 @pytest.mark.parametrize("overflows", [{2}, {1}, {1, 2}], ids=str)
 def test_steps_that_loss_scaling_skips_leave_later_losses_finite(tmp_path, overflows):
-    """float16 overflows in some forwards: their losses are not logged, and the training goes on."""
+    """float16 overflows in some forwards: their losses are not logged, and the training continues."""
 
     class Overflowing(EntameTrainer):
         def compute_loss(self, model, inputs, *args, **kwargs):

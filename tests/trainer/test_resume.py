@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on from its last whole checkpoint, and ends as if nothing had happened."""
+"""A run that is killed at any moment resumes from its last intact checkpoint, and ends as if it had never stopped."""
 
 from __future__ import annotations
 
