@@ -26,7 +26,7 @@ class EvaluationSums:
 
     The loss is the sum over all labels that count (-100 does not) divided by their number. Class weights scale what an
     example adds to the sum, and leave the number alone. A loss of the user's own must be a mean over the examples of a
-    batch; one that divides by their weights, as torch's does, goes on depending on the batches.
+    batch; one that divides by their weights, as torch's does, still depends on the batches.
 
     Args:
         args (`TrainingArguments`): the trainer's.

@@ -139,7 +139,7 @@ class EntameTrainer(Trainer):
         self.batch_maker, self.parts_differ, self.mean_batch_size = None, False, None
         self.operations: dict[int, int] = {}
 
-    # Trainer has no argument for it: without it, DDP copies all gradients to what it sends and back in every step.
+    # Trainer has no argument for it. Without it, DDP copies all gradients to a buffer and back in every step.
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self.accelerator.ddp_handler is not None:
@@ -162,7 +162,7 @@ class EntameTrainer(Trainer):
         """Find the heads of the model in training."""
         return find_heads(self.model, self.entame_config().head)
 
-    # Trainer resumes from the newest checkpoint, intact or not, and whether other hosts have it or not.
+    # Trainer resumes from the newest checkpoint, even if it is incomplete or missing on other hosts.
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
@@ -175,8 +175,8 @@ class EntameTrainer(Trainer):
         with locked_output_dir(self.args.output_dir, writes), self.frozen:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
-    # No public hook runs after model_init, a trial's values and the checkpoint's model, and before DeepSpeed and the
-    # optimizer read the parameters. And Trainer takes all of a stream for its first epoch, and would skip its batches.
+    # No public hook runs between the loading of the model and the building of the optimizer. And Trainer would resume
+    # a stream by drawing the batches that it skips.
     def _init_training_state(
         self,
         max_steps: int,
@@ -197,7 +197,7 @@ class EntameTrainer(Trainer):
         place = place_in_stream(self, resume_from_checkpoint) if resume_from_checkpoint and batches else None
         return place or (epochs, batches)
 
-    # The head learning rate needs a parameter group of its own before the scheduler reads the groups.
+    # The heads' parameter group must exist before the scheduler reads the groups.
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         ours = self.optimizer is None
         with explain_optimizer_errors(self.args):
@@ -207,7 +207,7 @@ class EntameTrainer(Trainer):
         self.head_rates.assign(optimizer, ours)
         return optimizer
 
-    # Trainer knows warm-up and decay as numbers of steps, or not at all; and some schedules drop options silently.
+    # Trainer takes warm-up and decay in steps alone, and some schedules drop options silently.
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         complete_schedule(self.args)
         with resolve_ratios(self.args, num_training_steps), explain_scheduler_errors(self.args):
@@ -215,7 +215,7 @@ class EntameTrainer(Trainer):
 
     # ---- Data ----
 
-    # Batches are made on the device, where Trainer's loader would collate items; and no example is trained on twice.
+    # Batches are made on the device, where Trainer would collate items. And no example is trained on twice.
     def get_train_dataloader(self) -> DataLoader:
         dataset, args = self.train_dataset, self.args
         if isinstance(dataset, BatchDataset):
@@ -229,7 +229,7 @@ class EntameTrainer(Trainer):
         self.parts_differ = share_evenly(loader, has_batch_norm(self.model))
         return loader
 
-    # dataloader_drop_last is about training: an evaluation without some of its images reports another accuracy.
+    # dataloader_drop_last is about training: an evaluation counts every image.
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         sets: Any = self.eval_dataset
         dataset = sets if eval_dataset is None else eval_dataset
@@ -249,9 +249,8 @@ class EntameTrainer(Trainer):
         with temporarily(args, dataloader_drop_last=False):
             return count_stream(super().get_test_dataloader(test_dataset))
 
-    # An epoch's last step may hold a smaller micro-batch, or a smaller part of one on some processes: its mean loss
-    # counts for its examples, not for a batch. A run that was killed after its last checkpoint takes no other step.
-    # And accelerate tells the epoch to the sampler alone in several processes, not to the dataset.
+    # A smaller last micro-batch counts by its examples. A run that was killed after its last checkpoint takes no
+    # further step. And accelerate sets the epoch of the sampler and not of the dataset.
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -264,9 +263,8 @@ class EntameTrainer(Trainer):
 
     # ---- Step ----
 
-    # The only place that sees a micro-batch's loss, logits and labels together. Models take shares of classes for
-    # several labels an image. Mixed precision rounds the logits of their own loss, or, on GPUs, where autocast leaves
-    # cross-entropy in its input's dtype, its logarithms: in bfloat16, ln 10 is 2.297.
+    # The only place that sees a micro-batch's loss, logits and labels together. transformers takes rows of
+    # probabilities for multi-label targets. And mixed precision rounds the loss: in bfloat16, ln 10 is 2.297.
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -286,8 +284,8 @@ class EntameTrainer(Trainer):
             self.energies.observe(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 
-    # Head warm-up: after the backward, before clipping. Without gradients the optimizer skips the backbone and its
-    # state, and DDP's reducer has done its work, so that nothing is frozen or unfrozen under it.
+    # Head warm-up: after the backward and before clipping. The optimizer skips parameters without gradients, and DDP
+    # has reduced them already, so nothing has to be frozen.
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         inputs = self.read_labels(inputs, self.model)
         with explained_inputs(self, inputs):
@@ -304,7 +302,7 @@ class EntameTrainer(Trainer):
             self.batch_maker.prepare()
         return loss
 
-    # Trainer counts the parameters anew in each step, for which it walks through all modules twice.
+    # Trainer counts the parameters in each step, which walks through all modules twice.
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         size = main.numel() if isinstance(main, Tensor) else 0
@@ -314,8 +312,8 @@ class EntameTrainer(Trainer):
 
     # ---- Evaluation ----
 
-    # Trainer weighs the last batch's loss as a whole one, and the loss of fill-ups as one of their own. Each process
-    # has a mean loss of its own, over the examples that are its own. All evaluate the model that the first one saves.
+    # Trainer counts a smaller last batch as a full one, and padding examples too. Here each rank sums the losses of
+    # its own examples. All ranks evaluate the buffers that rank 0 saves.
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -326,7 +324,7 @@ class EntameTrainer(Trainer):
     ) -> Any:
         self.head_fitter.refresh_statistics()
         share_buffers(self.model)
-        # Metrics that evaluate something themselves have sums of their own.
+        # A metric may run an evaluation itself.
         self.evaluation_sums = sums = EvaluationSums(self.args)
         gathering = temporarily(self, gather_function=sums.gathering(self.gather_function))
         keeping = unchanged_weights(self.model, self.args, self.is_in_train)
@@ -339,8 +337,8 @@ class EntameTrainer(Trainer):
             self.evaluations.observe(output, self.state)
         return output
 
-    # Examples that fill up the last batch stay out of the loss; what is gathered is filled up instead, and accelerate
-    # cuts it off again.
+    # Padding examples of the last batch stay out of the loss. Predictions are padded again before they are gathered,
+    # and accelerate drops the padding.
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
@@ -350,7 +348,7 @@ class EntameTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self.read_labels(inputs, self.model)
         own = own_rows(rows, self.args, self.accelerator)
-        # A process without an example of its own computes one, for what is gathered.
+        # A rank without examples computes one, so that all ranks gather.
         used = max(own, 1)
         inputs, labels = resize_rows(inputs, rows, used), resize_rows(inputs.get("labels"), rows, own)
         loss, *predicted = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -368,7 +366,7 @@ class EntameTrainer(Trainer):
 
     # ---- Save and load ----
 
-    # Trainer's leave half of a file on a full disk, and stop at a damaged all_results.json.
+    # Trainer leaves half of a file on a full disk, and stops at a damaged all_results.json.
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         if self.is_world_process_zero():
             save_metrics(Path(self.args.output_dir), split, metrics, combined)
@@ -378,19 +376,19 @@ class EntameTrainer(Trainer):
         if self.is_world_process_zero():
             write_file(Path(self.args.output_dir, TRAINER_STATE_NAME), lambda file: self.state.save_to_json(str(file)))
 
-    # What the libraries say of a full disk names neither the disk nor a way on.
+    # The libraries' errors on a full disk name neither the disk nor what to do.
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         with explained_write_errors(Path(output_dir or self.args.output_dir)):
             super().save_model(output_dir, _internal_call)
 
-    # No public hook gets the state dict that save_model gathers from shards. Trainer's own pickles the arguments, with
-    # the token and paths of this machine, for nobody who reads them.
+    # No public hook gets the state dict that save_model gathers from shards. And Trainer pickles the arguments, with
+    # the token in them.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         if self.args.should_save:
             save_trained(self, Path(output_dir or self.args.output_dir), state_dict)
 
-    # A checkpoint may be cut off halfway, which no public hook can tell: on_save comes after older ones were removed.
-    # Trainer pushes before other processes are done; CheckpointUploads pushes afterwards.
+    # A checkpoint is marked as incomplete until all is written; on_save runs after older ones were removed. And
+    # Trainer pushes before other ranks have written their files.
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self.head_fitter.refresh_statistics()
@@ -424,8 +422,7 @@ class EntameTrainer(Trainer):
         if self.is_world_process_zero():
             try_to_write_card(self, *args, **{**self.card_options, **kwargs})
 
-    # Trainer uploads whatever is in the folder, writes over a card that was edited on the Hub, and loses its way back
-    # where the upload breaks.
+    # Trainer uploads whatever is in the folder, overwrites a card that was edited on the Hub, and does not retry.
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",

@@ -34,7 +34,7 @@ HALF = {"batch_norm": "own", "bf16": True, "logging_steps": 1, "max_steps": 1, "
 
 
 def run(folder: Path, runs: dict[str, dict]) -> CompletedProcess[str]:
-    """Run them one after the other in two processes, in the order given: a run may resume from another's checkpoint."""
+    """Run them in two processes, one after the other: a run may resume from an earlier one's checkpoint."""
     argv = []
     for name, options in runs.items():
         (folder / name).mkdir(exist_ok=True)
