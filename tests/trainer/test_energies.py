@@ -139,7 +139,7 @@ def whole(data):
 
 
 class TestAgainstAutograd:
-    """The batch is the whole data set, whose order does not matter."""
+    """The batch is the whole dataset, whose order does not matter."""
 
     @pytest.mark.parametrize("method", ["base", "mei", "fn", "entame"])
     def test_a_linear_head(self, tmp_path, tiny_vit, method):
