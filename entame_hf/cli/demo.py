@@ -20,8 +20,8 @@ from ..errors import InputError
 from ..patch import apply_entame, as_transformers, class_names, fold_entame, label_maps, timm_processor
 from .arguments import ModelArguments, RunArguments
 from .data_arguments import DataArguments
-from .finetune import set_up, training_parser
 from .launch import options_named
+from .loading import set_up, training_parser
 from .output_folder import check_output_dir
 from .training import build_trainer, prepare_data, train_and_save
 

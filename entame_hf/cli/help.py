@@ -8,24 +8,21 @@ python -m entame_hf.cli.help
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from textwrap import wrap
 from typing import Any
 
 from ..training_args import HeadArguments
 from .arguments import ModelArguments, RunArguments
 from .data_arguments import DataArguments
 from .demo import DEFAULTS
-from .finetune import training_parser
 from .inspect import inspect_parser
-from .options import OptionParser
+from .loading import training_parser
+from .options import OptionParser, describe_option
 from .predict import PredictArguments, predict_parser
 from .ranking import RankingArguments
 
 FOLDER = Path(__file__).with_name("help")
-
-WIDTH, COLUMN = 79, 32
 
 _RUN = ("output_dir", "patience", "resume_from_checkpoint", "overwrite", "inspect", "gradio")
 
@@ -110,32 +107,10 @@ def help_text(
             line
             for name in names
             if name in parser.options
-            for line in _option(parser, known[name], (defaults or {}).get(name, MISSING))
+            for line in describe_option(parser, known[name], (defaults or {}).get(name, MISSING))
         ]
         parts.append("\n".join([f"{title}:", *lines]))
     return "\n\n".join([*parts, *([more] if more else [])]) + "\n"
-
-
-def all_options(parser: OptionParser) -> str:
-    """Write a line or more about every option of a parser, in alphabetical order."""
-    known = {f.name: f for kind in parser.dataclass_types for f in fields(kind)}
-    return "\n".join(line for name in sorted(parser.options) for line in _option(parser, known[name]))
-
-
-def _option(parser: OptionParser, field: Field[Any], default: Any = MISSING) -> list[str]:
-    action = parser.options[field.name]
-    default = field.default if default is MISSING else default
-    text = " ".join(str(action.help or "").replace("`", "").split())
-    choices = getattr(action.type, "args", None)
-    if choices and len(choices[0]) <= 6 and not all(choice in text for choice in choices[0]):
-        text = f"{text.rstrip('.')} ({', '.join(choices[0])})."
-    if default not in (None, MISSING, False, "") and not isinstance(default, (dict, list)):
-        text += f" [{getattr(default, 'value', default)}]"
-    left = f"  --{field.name}"
-    lines = wrap(text, WIDTH - COLUMN)
-    if len(left) > COLUMN - 2:
-        return [left, *(" " * COLUMN + line for line in lines)]
-    return [left.ljust(COLUMN) + (lines[0] if lines else ""), *(" " * COLUMN + line for line in lines[1:])]
 
 
 def _names(kind: Any) -> list[str]:

@@ -13,8 +13,8 @@ from .arguments import WITHOUT_EFFECT, ModelArguments, RunArguments, check_given
 from .console import say
 from .data_arguments import DataArguments
 from .demo import DEFAULTS, load_demo
-from .finetune import INPUTS, load, load_data, set_up
 from .launch import options_named
+from .loading import INPUTS, load, load_data, set_up
 from .options import OptionParser
 from .ranking import RankingArguments, check_ranking, probe_dataset, rank_checkpoints, ranking_table
 

@@ -8,10 +8,11 @@ import shlex
 import sys
 from argparse import Action, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
@@ -47,6 +48,9 @@ ALIASES = {
     "wd": "weight_decay",
     "workers": "dataloader_num_workers",
 }
+
+# Columns of a help text, and where descriptions begin.
+WIDTH, COLUMN = 79, 32
 
 # Fields that hold a list, or one string.
 LISTS = ("models", "report_to")
@@ -101,8 +105,6 @@ class OptionParser(HfArgumentParser):
             self._refuse(unknown[0])
         found = {name: value for name, value in vars(values).items() if value is not unset}
         if found.pop("help_all"):
-            from .help import all_options
-
             print(all_options(self))
             sys.exit(0)
         for name in LISTS:
@@ -217,3 +219,25 @@ def _pairs(text: str) -> str:
         if isinstance(value, (dict, list)):
             raise InputError(f"`optim_args`: {name} takes one value, not {json.dumps(value)}.")
     return ",".join(f"{name}={value}" for name, value in options.items())
+
+
+def all_options(parser: OptionParser) -> str:
+    """Write a line or more about every option of a parser, in alphabetical order."""
+    known = {f.name: f for kind in parser.dataclass_types for f in fields(kind)}
+    return "\n".join(line for name in sorted(parser.options) for line in describe_option(parser, known[name]))
+
+
+def describe_option(parser: OptionParser, field: Field[Any], default: Any = MISSING) -> list[str]:
+    action = parser.options[field.name]
+    default = field.default if default is MISSING else default
+    text = " ".join(str(action.help or "").replace("`", "").split())
+    choices = getattr(action.type, "args", None)
+    if choices and len(choices[0]) <= 6 and not all(choice in text for choice in choices[0]):
+        text = f"{text.rstrip('.')} ({', '.join(choices[0])})."
+    if default not in (None, MISSING, False, "") and not isinstance(default, (dict, list)):
+        text += f" [{getattr(default, 'value', default)}]"
+    left = f"  --{field.name}"
+    lines = wrap(text, WIDTH - COLUMN)
+    if len(left) > COLUMN - 2:
+        return [left, *(" " * COLUMN + line for line in lines)]
+    return [left.ljust(COLUMN) + (lines[0] if lines else ""), *(" " * COLUMN + line for line in lines[1:])]

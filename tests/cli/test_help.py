@@ -59,7 +59,7 @@ def test_an_unknown_command_is_answered_with_a_known_one(capsys):
 
 
 def test_all_options_are_listed_on_request(capsys):
-    from entame_hf.cli.finetune import training_parser
+    from entame_hf.cli.loading import training_parser
 
     with pytest.raises(SystemExit):
         training_parser("").given(["--help_all"])

@@ -8,7 +8,7 @@ import pytest
 from transformers.integrations import integration_utils
 
 from entame_hf import InputError
-from entame_hf.cli.finetune import training_parser
+from entame_hf.cli.loading import training_parser
 
 
 @pytest.fixture(scope="module")
