@@ -8,7 +8,7 @@ On each head, so that it disappears with the head:
   read from the head itself. Folding removes it.
 - `entame_trained` (`bool`): True if a new head would wipe what this one has learned, False if a new one is wanted.
   Without it, a randomly drawn head has learned something once its bias is not zero.
-- `entame_check`: the handle of a hook that refuses the first training forward of a new head that was frozen since.
+- `entame_check`: whether a forward pre-hook refuses the first training forward of a new head that was frozen since.
   That forward, LoRA around the head and folding remove it.
 - `_load_from_state_dict`: removes these notes, and itself, when the weights of a stock or folded head are loaded.
 
@@ -66,14 +66,17 @@ def _load_from_state_dict(leaf: Any, state_dict: dict[str, Any], prefix: str, *a
 def start_check(path: str, leaf: Leaf) -> None:
     """Refuse a new head in its first training forward if it is frozen by then."""
     stop_check(leaf)
-    vars(leaf)["entame_check"] = leaf.register_forward_pre_hook(partial(_check_forward, path))
+    # The hook's handle is not kept: torch.compile cannot trace it.
+    leaf.register_forward_pre_hook(partial(_check_forward, path))
+    vars(leaf)["entame_check"] = True
 
 
 def stop_check(leaf: nn.Module) -> None:
     """End what [`start_check`] began: an adapter learns in the head's place, or the head has learned."""
-    handle = vars(leaf).pop("entame_check", None)
-    if handle is not None:
-        handle.remove()
+    if vars(leaf).pop("entame_check", False):
+        for key, hook in list(leaf._forward_pre_hooks.items()):
+            if isinstance(hook, partial) and hook.func is _check_forward:
+                del leaf._forward_pre_hooks[key]
 
 
 def _check_forward(path: str, leaf: Any, args: Any) -> None:

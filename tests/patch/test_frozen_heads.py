@@ -72,3 +72,9 @@ def test_the_check_leaves_nothing_behind(tiny_vit):
         assert not vars(clone.classifier)["_forward_pre_hooks"]
     folded = fold_entame(apply_entame(tiny_vit, num_labels=8))
     assert not vars(folded.classifier)["_forward_pre_hooks"]
+
+
+def test_the_check_compiles_into_one_graph(tiny_vit):
+    model = torch.compile(apply_entame(tiny_vit).train(), backend="eager", fullgraph=True)
+    train(model)
+    train(model)
