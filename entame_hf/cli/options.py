@@ -168,8 +168,9 @@ class OptionParser(HfArgumentParser):
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         if name in self._without:
             raise InputError(f"{where}--{name} has no effect on this command. Leave it out.")
-        found = ALIASES.get(name) if ALIASES.get(name) in self.options else None
-        found = found or next(iter(get_close_matches(name, self.options, n=1)), None)
+        known = {option: option for option in self.options}
+        known |= {alias: meant for alias, meant in ALIASES.items() if meant in known}
+        found = known.get(next(iter(get_close_matches(name, known, n=1)), ""))
         hint = f"Did you mean --{found}? " if found else ""
         raise InputError(f"{where}Unknown option --{name}. {hint}--help lists the options, --help_all all of them.")
 

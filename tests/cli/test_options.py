@@ -133,6 +133,8 @@ def test_a_file_that_is_missing_or_no_text_is_refused(parser, tmp_path):
         ("--data_dirs", "--data_dir"),
         ("--num_workers", "--dataloader_num_workers"),
         ("--entame-methd", "--entame_method"),
+        ("--modell", "--model_name_or_path"),
+        ("--optimiser", "--optim"),
     ],
 )
 def test_a_mistyped_option_is_answered_with_the_right_one(parser, typed, meant):
