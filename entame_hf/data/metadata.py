@@ -68,7 +68,7 @@ def read_metadata(
     source = Source({}, f"{', '.join(sorted({os.path.basename(file) for file in tables}))} beside images")
     source.notes.append(f"{total:,} rows of metadata and {count_of(len(known), 'image')}: {len(found):,} match.")
     if repeated := total - len(lost) - len(found):
-        source.notes.append(f"{count_of(repeated, 'row')} of metadata repeat another row.")
+        source.notes.append(f"{count_of(repeated, 'duplicate row')} of metadata ignored.")
     if lost:
         source.notes.append(f"{count_of(len(lost), 'row')} of metadata without a file left out.")
         source.skipped += [SkippedImage(row.path, "", "row of metadata without a file") for row in lost]

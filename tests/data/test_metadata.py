@@ -69,7 +69,7 @@ def test_a_row_that_is_repeated_counts_once(folder):
     )
     assert len(labels(splits)) == 4
     assert len(splits.train) + len(splits.validation) == 4
-    assert "1 row of metadata repeat another row" in splits.describe()
+    assert "1 duplicate row of metadata ignored" in splits.describe()
 
 
 def test_rows_without_file_and_files_without_row_are_said(folder):
