@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..data import BatchDataset, batch_loader, to_device
 from ..errors import InputError
-from ..heads import Head, num_classes
+from ..heads import Head, num_classes, num_features
 from ..patch import frozen_statistics
 from .temporary import temporarily
 
@@ -149,9 +149,8 @@ def _head_widths(model: nn.Module, heads: list[Head], inputs: dict[str, Any]) ->
     widths: list[tuple[str, int, int]] = []
 
     def note(path: str, module: Any, arguments: tuple[Any, ...]) -> None:
-        is_linear = isinstance(module, nn.Linear)
-        takes, dimension = (module.in_features, -1) if is_linear else (module.in_channels, 1)
-        widths.append((path, takes, arguments[0].shape[dimension]))
+        dimension = -1 if isinstance(module, nn.Linear) else 1
+        widths.append((path, num_features(module), arguments[0].shape[dimension]))
 
     with ExitStack() as hooks, torch.no_grad(), suppress(RuntimeError, ValueError):
         for head in heads:
