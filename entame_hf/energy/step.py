@@ -41,6 +41,8 @@ class StepEnergies:
         # For each feature of each head: count, mean, sum of squared deviations.
         self._features = torch.zeros(3, sum(widths), device=device)
         self._slots = self._features.split(widths, dim=1)
+        # What the first head read last.
+        self.features: Tensor | None = None
         self._inputs: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}
         self._loss_scale = 1.0
@@ -66,6 +68,7 @@ class StepEnergies:
         slot = self._slots[index]
         slot.copy_(merge(torch.stack([slot, seen])))
         if index == 0:
+            self.features = x.detach()
             self._sums["rows"] += len(x)
         # Heads may share an input, whose gradient is then the sum of all their errors.
         if x.requires_grad and not any(x is other for other in self._inputs):
@@ -77,32 +80,13 @@ class StepEnergies:
         self._sums["arrivals"] += 1
         self._sums["squares"] += gradient.float().square().sum()
 
-    @torch.no_grad()
     def add_error(self, logits: Any, labels: Any, smoothing: float = 0.0) -> None:
-        """Add the energy of a micro-batch, weighted by its examples.
-
-        Args:
-            logits (`torch.Tensor` of shape `(N, C)`): anything else is skipped.
-            labels (`torch.Tensor` of shape `(N,)`, `(N, 1)` or `(N, C)`):
-                Class indices, of which those outside of the classes are skipped, or a row of probabilities each.
-            smoothing (`float`, *optional*, defaults to 0.0): the loss's label smoothing.
-        """
-        if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(labels, Tensor):
-            return
-        if labels.numel() == len(logits) and not labels.is_floating_point():
-            labels = labels.flatten()
-            counted = (labels >= 0) & (labels < logits.shape[1])
-            logits, labels = logits[counted], labels[counted]
-            if smoothing:
-                labels = one_hot(labels, logits.shape[1])
-        elif labels.shape != logits.shape:
-            return
-        if smoothing:
-            labels = (1 - smoothing) * labels + smoothing / logits.shape[1]
-        if len(logits):
-            self._sums["examples"] += len(logits)
-            for name, value in error_energy(logits, labels)._asdict().items():
-                self._sums[name] += value * len(logits)
+        """Add the energy of a micro-batch, weighted by its examples: see [`energy_of_batch`]."""
+        number, energy = energy_of_batch(logits, labels, smoothing) or (0, None)
+        if energy is not None:
+            self._sums["examples"] += number
+            for name, value in energy._asdict().items():
+                self._sums[name] += value * number
 
     def add_gradients(self, model: nn.Module, accelerator: Accelerator) -> None:
         """Read the norms of the gradients, and the factor that scaled the loss."""
@@ -159,6 +143,34 @@ class StepEnergies:
             values["head_weights"] = energies.sum() / sum(weight.numel() for weight in weights)
         number, *numbers = torch.stack([examples, *(value.float() for value in values.values())]).tolist()
         return int(number), dict(zip(values, numbers, strict=True))
+
+
+@torch.no_grad()
+def energy_of_batch(logits: Any, labels: Any, smoothing: float = 0.0) -> tuple[int, ErrorEnergy] | None:
+    """Measure the energy of a batch's error, and count its examples.
+
+    Args:
+        logits (`torch.Tensor` of shape `(N, C)`): anything else is skipped.
+        labels (`torch.Tensor` of shape `(N,)`, `(N, 1)` or `(N, C)`):
+            Class indices, of which those outside of the classes are skipped, or a row of probabilities each.
+        smoothing (`float`, *optional*, defaults to 0.0): the loss's label smoothing.
+
+    Returns:
+        `tuple` or `None`: no example is left.
+    """
+    if not isinstance(logits, Tensor) or logits.ndim != 2 or not isinstance(labels, Tensor):
+        return None
+    if labels.numel() == len(logits) and not labels.is_floating_point():
+        labels = labels.flatten()
+        counted = (labels >= 0) & (labels < logits.shape[1])
+        logits, labels = logits[counted], labels[counted]
+        if smoothing:
+            labels = one_hot(labels, logits.shape[1])
+    elif labels.shape != logits.shape:
+        return None
+    if smoothing:
+        labels = (1 - smoothing) * labels + smoothing / logits.shape[1]
+    return (len(logits), error_energy(logits, labels)) if len(logits) else None
 
 
 def merge(parts: Tensor) -> Tensor:

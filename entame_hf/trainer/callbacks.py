@@ -6,14 +6,7 @@ import math
 from typing import Any
 
 from accelerate.utils import set_seed
-from transformers import (
-    PrinterCallback,
-    ProgressCallback,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 from ..patch import set_trained
 from .loss import scales_loss
@@ -23,9 +16,7 @@ from .resume import check_finite
 class TrainedHeadCallback(TrainerCallback):
     """Note after a step that the heads are trained, so that nothing wipes them unasked."""
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         set_trained(kwargs["model"])
 
 
@@ -36,34 +27,27 @@ class PerRankSeedCallback(TrainerCallback):
     random numbers, one file a rank, are loaded afterwards.
     """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if args.process_index > 0:
             # NumPy takes no larger seeds.
             set_seed((args.seed + args.process_index) % 2**32)
 
 
-def _without_energies(logs: dict[str, Any]) -> dict[str, Any]:
+class _WithoutEnergies(TrainerCallback):
     """Leave out a dozen values a step, which are for trackers and the log history."""
-    shown = {name: value for name, value in logs.items() if not name.startswith("energy/")}
-    return shown if set(shown) != {"epoch"} else {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        shown = {name: value for name, value in logs.items() if not name.startswith("energy/")}
+        if set(shown) - {"epoch"}:
+            super().on_log(args, state, control, logs=shown, **kwargs)
 
 
-class ProgressWithoutEnergies(ProgressCallback):
+class ProgressWithoutEnergies(_WithoutEnergies, ProgressCallback):
     """Show what `ProgressCallback` shows, without energies."""
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if shown := _without_energies(logs):
-            super().on_log(args, state, control, logs=shown, **kwargs)
 
-
-class PrinterWithoutEnergies(PrinterCallback):
+class PrinterWithoutEnergies(_WithoutEnergies, PrinterCallback):
     """Print what `PrinterCallback` prints, without energies."""
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if shown := _without_energies(logs):
-            super().on_log(args, state, control, logs=shown, **kwargs)
 
 
 def hide_energies(trainer: Any) -> None:
@@ -83,9 +67,7 @@ class EarlyEvaluation(TrainerCallback):
     def __init__(self, steps: int = 10) -> None:
         self.steps = steps
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step <= self.steps:
             control.should_evaluate = True
 
@@ -99,18 +81,12 @@ class FiniteCheck(TrainerCallback):
 
     It looks at each logged loss, and at the weights whenever a loss is logged, before each checkpoint and at the end.
     With fp16, loss scaling may skip steps, whose loss does not count; the training stops once it skips all of them.
-
-    Args:
-        trainer ([`EntameTrainer`]): its precision and loss scaling are read.
-
-    Raises:
-        NonFiniteError: the message says after which step, and what to try.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         loss = (kwargs.get("logs") or {}).get("loss")
         if loss is None:
             return
@@ -120,7 +96,5 @@ class FiniteCheck(TrainerCallback):
             loss = math.nan if scaler is not None and scaler.get_scale() < _VANISHED else 0.0
         check_finite(kwargs["model"], args, state, loss)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         check_finite(kwargs["model"], args, state)

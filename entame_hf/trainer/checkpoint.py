@@ -39,10 +39,8 @@ HEAD_STATE_NAME = "entame_head.safetensors"
 def save_trained(trainer: Any, folder: Path, state_dict: dict[str, Tensor] | None = None) -> None:
     """Write a trainer's model, folded, with its image processor and what is needed to resume its heads.
 
-    Args:
-        trainer ([`EntameTrainer`]): its arguments are not written: they hold a token, and paths of this machine.
-        folder (`Path`): it is made if it is missing.
-        state_dict (`dict[str, torch.Tensor]`, *optional*): the model's, gathered from shards.
+    Trainer's arguments are not written: they hold a token, and paths of this machine. `state_dict` is the model's,
+    gathered from shards.
     """
     config, rate = applied_config(trainer.model), trainer.args.learning_rate
     record = describe_adaptation(trainer.model, trainer.head_args.entame_method, rate, trainer.head_rates.record())
@@ -82,14 +80,7 @@ def _in_half_precision(state: dict[str, Tensor], buffers: set[str], dtype: str) 
 def save_head_state(
     model: nn.Module, config: EntameConfig, folder: str | Path, state_dict: dict[str, Tensor] | None = None
 ) -> None:
-    """Write what folding loses: the unfolded heads and their feature statistics.
-
-    Args:
-        model (`torch.nn.Module`): the model in training.
-        config ([`EntameConfig`]): what it is trained with; kept in the file's metadata.
-        folder (`str` or `Path`): the checkpoint's folder.
-        state_dict (`dict[str, torch.Tensor]`, *optional*): the model's, gathered from shards.
-    """
+    """Write what folding loses: the unfolded heads, their feature statistics and, in the metadata, their config."""
     state = model.state_dict() if state_dict is None else state_dict
     heads = tuple(f"{path}." for path, _ in normalised_heads(model))
     tensors = {name: tensor.detach().contiguous() for name, tensor in state.items() if name.startswith(heads)}
@@ -98,13 +89,7 @@ def save_head_state(
 
 
 def save_stock_model(model: Any, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
-    """Write a model as `Trainer` does, without its arguments.
-
-    Args:
-        model (`torch.nn.Module`): not wrapped and not compiled.
-        folder (`str` or `Path`): it is made if it is missing.
-        state_dict (`dict[str, torch.Tensor]`): the stock model's.
-    """
+    """Write an unwrapped model as `Trainer` does, without its arguments."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if not (isinstance(model, PreTrainedModel) or is_peft(model)):
@@ -147,15 +132,10 @@ def _damaged(path: str | Path, error: Exception) -> str:
 
 
 def prepare_resuming(model: nn.Module, config: EntameConfig, folder: str | Path) -> None:
-    """Give a model the structure that a checkpoint's head state needs; a model must have it before it is sharded.
-
-    Args:
-        model (`torch.nn.Module`): the model that will resume; nothing is drawn.
-        config ([`EntameConfig`]): what the run asks for.
-        folder (`str` or `Path`): the checkpoint's folder.
+    """Give a model the structure that a checkpoint's head state needs, before it is sharded; nothing is drawn.
 
     Raises:
-        InputError: the checkpoint was trained with another config.
+        InputError: the checkpoint was trained with another config than the run asks for.
     """
     saved = saved_config(folder)
     if saved is None:
@@ -176,18 +156,10 @@ def prepare_resuming(model: nn.Module, config: EntameConfig, folder: str | Path)
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> bool:
-    """Load a checkpoint into a model through `from_pretrained`, if that can build the model.
+    """Load a checkpoint into a model through `from_pretrained`, and tell whether that can build the model.
 
     transformers saves some models under the names their checkpoints have on the Hub (ViT among them). Trainer's own
     loading does not translate them back: it leaves such a backbone as it was, with a warning.
-
-    Args:
-        model (`torch.nn.Module`): of the class that was saved.
-        folder (`str` or `Path`): the checkpoint's folder.
-
-    Returns:
-        `bool`: whether it was loaded. It is not where the model's class takes more than a config, or where the folder
-        was removed.
 
     Raises:
         RuntimeError: the checkpoint does not hold exactly the model's tensors.
@@ -209,12 +181,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> bool:
 
 
 def load_head_state(model: nn.Module, folder: str | Path) -> None:
-    """Load what [`save_head_state`] wrote over the folded weights; do nothing without such a file.
-
-    Args:
-        model (`torch.nn.Module`): a model with the structure that was saved.
-        folder (`str` or `Path`): the checkpoint's folder.
-    """
+    """Load what [`save_head_state`] wrote over the folded weights; do nothing without such a file."""
     file = Path(folder, HEAD_STATE_NAME)
     if not file.exists():
         return
@@ -236,11 +203,7 @@ def _note_trained(model: nn.Module, folder: str | Path) -> None:
 def load_trained(model: nn.Module, folder: str | Path, load: Callable[[], None], sharded: bool) -> None:
     """Load a checkpoint's model and its unfolded heads.
 
-    Args:
-        model (`torch.nn.Module`): a model with the structure that was saved.
-        folder (`str` or `Path`): the checkpoint's folder.
-        load (`Callable`): loads by Trainer's means, where there is no better way.
-        sharded (`bool`): whether processes hold shards of the model, which are saved and loaded as they train.
+    `load` loads by Trainer's means, where there is no better way. A sharded model is saved and loaded as it trains.
 
     Raises:
         InputError: the checkpoint is damaged, or holds another model.

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, has_length
 
 from ..config import first_step_bound, noise_to_signal_ratio
-from ..energy import StepEnergies, error_energy
-from ..heads import num_classes, num_features
+from ..energy import StepEnergies, energy_of_batch
+from ..heads import num_features
 from .labels import has_several_labels
 
 PREFIX = "energy/"
@@ -59,8 +58,8 @@ class EnergyRecorder(TrainerCallback):
     shards of them (FSDP, DeepSpeed), and everything that overflowed. A step that is measured runs uncompiled, which
     leaves the compiled graph of the other steps alone.
 
-    Args:
-        trainer ([`EntameTrainer`]): the trainer whose steps are measured; callbacks are not told.
+    The log history alone gets `base_noise_share`, once: `noise_share` of the first micro-batch, had `base` drawn the
+    head from the run's seed. It is left out with smoothed labels, and for several heads or one that reads positions.
 
     Source: sections 2 to 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
@@ -68,10 +67,9 @@ class EnergyRecorder(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.record: StepEnergies | None = None
+        self._base_noise: Tensor | None = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.record = None
         first_steps = self.trainer.head_args.energy_logging_steps
         wanted = is_measured(args, state, first_steps, kwargs.get("train_dataloader"))
@@ -94,20 +92,29 @@ class EnergyRecorder(TrainerCallback):
             logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[1:2]
             # A loss of the user's own goes before label smoothing.
             smoother = None if self.trainer.compute_loss_func else self.trainer.label_smoother
+            if self.trainer.state.global_step == 0 and self._base_noise is None:
+                self._base_noise = self._noise_of_base(self.record, labels)
             self.record.add_error(
                 logits[0] if isinstance(logits, tuple) and logits else logits,
                 labels,
                 smoothing=0.0 if smoother is None else smoother.epsilon,
             )
 
+    def _noise_of_base(self, record: StepEnergies, labels: Any) -> Tensor | None:
+        args, features = self.trainer.args, record.features
+        if len(record.heads) > 1 or args.label_smoothing_factor or features is None:
+            return None
+        weight = torch.empty(record.classes, num_features(record.heads[0].module))
+        nn.init.kaiming_normal_(weight, mode="fan_out", generator=torch.Generator().manual_seed(args.seed))
+        found = energy_of_batch(features.reshape(-1, weight.shape[1]).float() @ weight.to(features.device).T, labels)
+        return found and found[1].noise_share
+
     def observe_gradients(self) -> None:
         """Measure the gradients that a step's backwards have left, before they are clipped."""
         if self.record is not None:
             self.record.add_gradients(self.trainer.model, self.trainer.accelerator)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.record is None:
             return
         examples, values = self.record.results(self.trainer.accelerator)
@@ -117,6 +124,10 @@ class EnergyRecorder(TrainerCallback):
             values["phi_w"] = config.weight_variance(classes, gamma)
             values["head_weights_bound"] = first_step_bound(config, classes, gamma, examples)
             values["noise_after_first_step"] = noise_to_signal_ratio(config, classes, gamma, examples)
+        if self._base_noise is not None:
+            # Trackers would draw a curve of one point.
+            state.log_history.append({BASE_NOISE_SHARE: float(self._base_noise), "step": state.global_step})
+            self._base_noise = None
         # Logging ticks the box: without this, the step's own loss would go unlogged.
         wanted = control.should_log
         self.trainer.log({f"{PREFIX}{name}": value for name, value in values.items() if math.isfinite(value)})
@@ -124,14 +135,7 @@ class EnergyRecorder(TrainerCallback):
 
 
 def is_measured(args: TrainingArguments, state: TrainerState, first_steps: int, dataloader: Any) -> bool:
-    """Tell, before a step, whether it is one of the first or one at which Trainer will log its loss.
-
-    Args:
-        args (`TrainingArguments`): how often Trainer logs.
-        state (`TrainerState`): how far the training is.
-        first_steps (`int`): how many first steps are measured; with 0, no step is.
-        dataloader (iterable of batches): tells how long an epoch is, where it knows.
-    """
+    """Tell, before a step, whether it is one of the first or one at which Trainer will log its loss."""
     step = state.global_step + 1
     if step <= first_steps or first_steps == 0:
         return first_steps > 0
@@ -142,68 +146,3 @@ def is_measured(args: TrainingArguments, state: TrainerState, first_steps: int, 
         steps = math.ceil(batches / args.gradient_accumulation_steps)
         return step == state.max_steps or (steps > 0 and step % steps == 0)
     return False
-
-
-class BaseNoise(TrainerCallback):
-    """Put on record what noise share the first error would have had under `base`, a He fan-out head.
-
-    That head is drawn from the run's seed, as `base` would have drawn it, and reads what the run's own head reads in
-    the first micro-batch: one matrix product, once. The number goes to the log history, which checkpoints keep.
-    Nothing is measured with `energy_logging_steps=0`, with smoothed labels, and for models that have several heads or
-    one that reads positions.
-
-    Args:
-        trainer ([`EntameTrainer`]): the trainer whose first step is measured; callbacks are not told.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self._hook: RemovableHandle | None = None
-        self._features: Tensor | None = None
-        self._share: Tensor | None = None
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        wanted = self.trainer.head_args.energy_logging_steps > 0 and not args.label_smoothing_factor
-        if state.global_step == 0 and wanted and not has_several_labels(self.trainer.model):
-            heads = self.trainer.heads()
-            if len(heads) == 1:
-                self._leaf = heads[0].module
-                self._hook = self._leaf.register_forward_pre_hook(self._read)
-
-    def _read(self, leaf: nn.Module, args: tuple[Any, ...]) -> None:
-        self._features = args[0].detach() if args else None
-
-    def observe(self, labels: Any) -> None:
-        """Measure, after the first forward; does nothing after any other.
-
-        Args:
-            labels (`torch.Tensor` of shape `(N,)` or `(N, C)`): see [`error_energy`]; anything else is passed.
-        """
-        if self._hook is None:
-            return
-        self._hook.remove()
-        features, self._features, self._hook = self._features, None, None
-        rows, classes = num_features(self._leaf), num_classes(self._leaf)
-        if features is None or not isinstance(labels, Tensor) or features.numel() != len(labels) * rows:
-            return
-        weight = torch.empty(classes, rows)
-        generator = torch.Generator().manual_seed(self.trainer.args.seed)
-        nn.init.kaiming_normal_(weight, mode="fan_out", generator=generator)
-        logits = features.reshape(-1, rows).float() @ weight.to(features.device).T
-        if labels.ndim == 1 and not labels.is_floating_point():
-            counted = (labels >= 0) & (labels < classes)
-            logits, labels = logits[counted], labels[counted]
-        elif labels.shape != logits.shape:
-            return
-        if len(logits):
-            self._share = error_energy(logits, labels).noise_share
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._share is not None:
-            # Trackers would draw a curve of one point.
-            state.log_history.append({BASE_NOISE_SHARE: float(self._share), "step": state.global_step})
-            self._share = None

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..metrics import IGNORED_LABEL, Evaluation, classes_and_confidence, confident_errors, evaluation_metrics
@@ -27,9 +27,6 @@ class EvaluationSums:
     The loss is the sum over all labels that count (-100 does not) divided by their number. Class weights scale what an
     example adds to the sum, and leave the number alone. A loss of the user's own must be a mean over the examples of a
     batch; one that divides by their weights, as torch's does, still depends on the batches.
-
-    Args:
-        args (`TrainingArguments`): the trainer's.
     """
 
     def __init__(self, args: Any) -> None:
@@ -49,14 +46,7 @@ class EvaluationSums:
         return gather_rows
 
     def add(self, loss: Tensor | None, labels: Any, examples: int, rows: int) -> None:
-        """Add a batch.
-
-        Args:
-            loss (`torch.Tensor`, *optional*): the mean over the batch's labels that count.
-            labels (`torch.Tensor`): of the batch's own examples; anything else counts once an example.
-            examples (`int`): how many those are.
-            rows (`int`): how many rows the batch has with those that fill it up.
-        """
+        """Add a batch: its mean loss, the labels of its own `examples`, and its rows with those that fill it up."""
         self._rows = None if loss is None else rows
         number = torch.full((), float(examples), device=self.args.device)
         counted = number
@@ -69,13 +59,7 @@ class EvaluationSums:
         self._batches.append(torch.stack([total, counted, number]))
 
     def correct(self, output: EvalLoopOutput, name: str, accelerator: Accelerator) -> EvalLoopOutput:
-        """Put the loss and the number of examples right in what Trainer's loop returns.
-
-        Args:
-            output (`EvalLoopOutput`): Trainer's; its metrics change in place.
-            name (`str`): the loss among its metrics.
-            accelerator ([`~accelerate.Accelerator`]): every process has to take part.
-        """
+        """Put the loss and the number of examples right in the output of Trainer's loop, in all processes together."""
         if not self._batches:
             return output
         sums = accelerator.gather(torch.stack(self._batches))
@@ -138,13 +122,7 @@ class Evaluations(TrainerCallback):
         self._loaded_step: int | None = None
 
     def observe(self, output: EvalLoopOutput, state: TrainerState) -> None:
-        """Count the predictions of an evaluation by class, and find the errors that the model is most confident of.
-
-        Args:
-            output (`EvalLoopOutput`): with class indices as labels, and predictions that [`classes_and_confidence`]
-                reads; others are passed.
-            state (`TrainerState`): says at which step, and which evaluation was the best until now.
-        """
+        """Count the predictions of an evaluation by class, and find the errors that the model is most confident of."""
         now = state.global_step
         self._observed = {step: seen for step, seen in self._observed.items() if step == state.best_global_step != now}
         predictions, labels = output.predictions, output.label_ids
@@ -163,21 +141,15 @@ class Evaluations(TrainerCallback):
             self._observed[now]["confusion"] = cells.reshape(classes, classes)
 
     # After the best checkpoint was loaded, unless somebody had removed it.
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         self._loaded_step = state.best_global_step if best is not None and Path(best).is_dir() else None
 
     def current(self, state: TrainerState) -> Evaluation:
         """Find what is known of the weights that the model holds.
 
-        Args:
-            state (`TrainerState`): its log history is read.
-
-        Returns:
-            [`Evaluation`]: the last one since training ended; where there is none, the best checkpoint's if it was
-            loaded, else the last one in training.
+        The last evaluation since training ended; where there is none, the best checkpoint's if it was loaded, else the
+        last one in training.
         """
         history = state.log_history
         ended = max((index for index, entry in enumerate(history) if "train_runtime" in entry), default=None)
@@ -198,10 +170,7 @@ class Evaluations(TrainerCallback):
 def unchanged_weights(model: nn.Module, args: TrainingArguments, in_training: bool) -> Iterator[None]:
     """Keep a model's weights while Trainer evaluates a copy in half precision, which it makes in their place.
 
-    Args:
-        model (`torch.nn.Module`): the model that is evaluated.
-        args (`TrainingArguments`): `fp16_full_eval` and `bf16_full_eval` are read.
-        in_training (`bool`): whether `train()` runs; Trainer casts nothing then.
+    Trainer casts nothing while `train()` runs.
     """
     if in_training or not (args.fp16_full_eval or args.bf16_full_eval):
         yield

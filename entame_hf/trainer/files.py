@@ -75,11 +75,7 @@ def make_output_dir(args: TrainingArguments) -> None:
 
 @contextmanager
 def explained_write_errors(folder: Path) -> Iterator[None]:
-    """Name the folder, and what to do, if it cannot be written to: the libraries name neither.
-
-    Raises:
-        RunError: the disk is full, or the folder is gone or read-only.
-    """
+    """Name the folder, and what to do, if it cannot be written to: the libraries name neither."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:

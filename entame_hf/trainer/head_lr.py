@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.utils import logging
 
 from ..errors import InputError
@@ -35,15 +35,7 @@ MARK = "head"
 
 
 def feature_norms(features: Tensor, dim: int = -1) -> Tensor:
-    """Compute ‖x‖₁ of each example, averaged over its positions.
-
-    Args:
-        features (`torch.Tensor` of shape `(N, *, K)`): what a classifier multiplies; `dim` says where K is.
-        dim (`int`, *optional*, defaults to -1): the feature dimension.
-
-    Returns:
-        `torch.Tensor` of shape `(N,)`: in float32, or float64 where `features` are.
-    """
+    """Compute ‖x‖₁ of each example, averaged over its positions, in float32 or wider; features are along `dim`."""
     norms = torch.linalg.vector_norm(widen(features), 1, dim)
     return norms.flatten(1).mean(1) if norms.ndim > 1 else norms
 
@@ -108,14 +100,7 @@ class HeadRates(TrainerCallback):
         self._sums: Tensor | None = None
 
     def check_resuming(self, folder: str) -> None:
-        """Check that a checkpoint's optimizer has the parameter groups of this run's.
-
-        Args:
-            folder (`str`): the checkpoint's.
-
-        Raises:
-            InputError: only one of the two has groups of the heads.
-        """
+        """Check that a checkpoint's optimizer has groups of the heads if this run's has."""
         record, peak = saved_record(folder), self.trainer.head_args.peak_head_lr(self.trainer.args.learning_rate)
         if record and self.trainer.optimizer is None and (record.get("head_lr") is None) != (peak is None):
             there, here = ("no", "one") if peak is not None else ("a", "none")
@@ -127,9 +112,7 @@ class HeadRates(TrainerCallback):
     def assign(self, optimizer: Optimizer | AcceleratedOptimizer, ours: bool) -> None:
         """Assign groups and learning rates to the heads before a scheduler reads them.
 
-        Args:
-            optimizer (`torch.optim.Optimizer`): a new one, or that of an earlier try, which has the groups already.
-            ours (`bool`): whether it is new, and not the user's.
+        `ours` says whether the optimizer is new, and not the user's; that of an earlier try has the groups already.
 
         Raises:
             InputError: the rate is to be measured, and nothing is known of the optimizer's steps.
@@ -204,9 +187,7 @@ class HeadRates(TrainerCallback):
                     moves = widen(features) @ widen(gradient).flatten(1).mT * (self._share / scale)
                     self._add(index, feature_norms(moves) / moves.shape[-1])
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self._sums is None:
             return
         totals, counts = self.trainer.accelerator.gather(self._sums[None]).sum(0).tolist()
@@ -232,11 +213,7 @@ class HeadRates(TrainerCallback):
         self.trainer.log({keys[path]: peak for path, peak in peaks.items()})
 
     def record(self) -> dict[str, Any] | None:
-        """Describe, for the saved config and the model card, what was asked for and which peak rates the heads have.
-
-        Returns:
-            `dict` or `None`: the heads have none of their own, or none yet.
-        """
+        """Describe, for config and card, what was asked for and the heads' peak rates; None while they have none."""
         groups = [] if self.trainer.optimizer is None else self.trainer.optimizer.param_groups
         # The optimizer's: a checkpoint that was resumed brought them along.
         peaks = {group[MARK]: group["initial_lr"] for group in groups if MARK in group}

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
@@ -52,9 +52,6 @@ def check_push(
     repo: str, *, token: str | None = None, private: bool | None = None, revision: str | None = None
 ) -> str:
     """Check that a model can be pushed, and create its repository and branch if they are missing.
-
-    Returns:
-        `str`: the repository with its namespace, which is the user's if `repo` has none.
 
     Raises:
         InputError: there is no token, it may not write there, the name is taken by a dataset or a Space, the
@@ -197,12 +194,7 @@ def push_folder(
 ) -> Any:
     """Push the model of a folder, with a card that keeps what people wrote into the one on the Hub.
 
-    Args:
-        target ([`HubTarget`]): its branch is made if it is missing.
-        folder (`str`): the output folder; what [`model_files`] names is pushed.
-        message (`str`): the commit's.
-        write_card (`Callable`): updates the card in the folder.
-        blocking (`bool`, *optional*, defaults to `True`): whether to wait for the upload, or get a future of it.
+    `write_card` updates the card in the folder. Without `blocking`, a future of the upload is returned.
 
     Raises:
         RunError: the push failed; the message has the command that pushes the folder.
@@ -235,15 +227,12 @@ class CheckpointUploads(TrainerCallback):
 
     `Trainer` pushes all of the output folder, with a pickle of the arguments that holds the token. Its
     `push_in_progress` keeps the uploads, and `train()` waits for them.
-
-    Args:
-        trainer ([`EntameTrainer`]): callbacks are not told.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not (args.push_to_hub and state.is_world_process_zero) or args.hub_strategy == HubStrategy.END:
             return
         running = self.trainer.push_in_progress

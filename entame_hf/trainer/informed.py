@@ -14,7 +14,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from torch import nn
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..data import BatchDataset, ClassificationDataset, batch_loader, stratified_rows
@@ -31,11 +31,7 @@ KEY = "probe_accuracy"
 
 
 class HeadFitter(TrainerCallback):
-    """Fit the heads of a trainer's model to its training images, and log what to expect of unseen ones.
-
-    Args:
-        trainer ([`EntameTrainer`]): the trainer; callbacks are not told.
-    """
+    """Fit the heads of a trainer's model to its training images, and log what to expect of unseen ones."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -70,9 +66,7 @@ class HeadFitter(TrainerCallback):
         self._fits = fit_to_features(heads, features, config.eps, weights)
 
     # Reporting callbacks are ready then, and the state is the run's.
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         fits, self._fits = self._fits, []
         if not fits:
             return
@@ -85,16 +79,11 @@ class HeadFitter(TrainerCallback):
         self.trainer.log({KEY: first.accuracy, "probe_samples": first.samples, **several})
 
     # After the best checkpoint was loaded. Every process gets here, which save_model cannot know.
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.refresh_statistics()
 
     def refresh_statistics(self) -> None:
-        """Re-estimate the feature statistics on training images with the current weights, once a step.
-
-        To be called in all processes. A model that was not trained stays as it is.
-        """
+        """Re-estimate the feature statistics with the current weights, once a step; to be called in all processes."""
         trainer, step = self.trainer, self.trainer.state.global_step
         count = trainer.head_args.znorm_refresh_samples
         heads: dict[str, Any] = dict(normalised_heads(trainer.model))

@@ -23,10 +23,8 @@ class LabelReader:
 
     Rows must sum to 1, and indices must be classes of the model. Both are compared on the device: at once for the
     first batch and on the CPU, else when [`verify`] is called, because every comparison waits for the device. Until
-    then an index out of range counts as the nearest class: CUDA's own check ends the process.
-
-    Args:
-        has_own_loss (`bool`, *optional*, defaults to `False`): negative indices are for a loss of the user's own.
+    then an index out of range counts as the nearest class: CUDA's own check ends the process. With `has_own_loss`,
+    negative indices are for a loss of the user's own.
     """
 
     def __init__(self, has_own_loss: bool = False) -> None:
@@ -37,15 +35,7 @@ class LabelReader:
         self._has_read = False
 
     def __call__(self, inputs: Any, model: Any) -> Any:
-        """Convert the labels of a batch.
-
-        Args:
-            inputs (`dict`): the batch; one whose labels need no conversion is returned as it is.
-            model (`torch.nn.Module`): its config says how many classes there are, and whether an image has several.
-
-        Raises:
-            InputError: the labels are neither classes nor shares of classes.
-        """
+        """Convert the labels of a batch, which is returned as it is if they need no conversion."""
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor) or _problem_type(model) == "regression":
             return inputs
@@ -101,11 +91,7 @@ class LabelReader:
         self._worst = deviation if self._worst is None else torch.maximum(self._worst, deviation)
 
     def verify(self) -> None:
-        """Make sure that all rows since the last call sum to 1, and that all indices are classes.
-
-        Raises:
-            InputError: a row does not, as rows of several labels an image don't, or an index is none.
-        """
+        """Make sure that all rows since the last call sum to 1, and that all indices are classes."""
         worst, self._worst, ends, self._range = self._worst, None, self._range, None
         if ends is not None:
             lowest, highest = ends.tolist()
@@ -138,10 +124,7 @@ def has_several_labels(model: Any) -> bool:
 
 
 def are_shares(labels: Any, model: Any) -> bool:
-    """Tell whether labels are shares of classes, one row an example, and not several labels each.
-
-    Only the model's `config.problem_type` can say the latter: `"multi_label_classification"`.
-    """
+    """Tell whether labels are shares of classes, one row an example, and not several labels each."""
     rows = isinstance(labels, Tensor) and labels.is_floating_point() and labels.ndim == 2
     return rows and not has_several_labels(model)
 

@@ -36,19 +36,7 @@ def prepared_loader(
     accelerator: Accelerator,
     drop_last: bool = False,
 ) -> tuple[DataLoader, Any]:
-    """Build a loader of whole batches, which are made on the device, and prepare it with accelerate.
-
-    Args:
-        dataset ([`BatchDataset`]): the images.
-        batch_size (`int`): images a batch and process.
-        sampler (`torch.utils.data.Sampler`, *optional*): the order; `None` for streams.
-        args (`TrainingArguments`): the device and the number of workers are read.
-        accelerator ([`~accelerate.Accelerator`]): the trainer's.
-        drop_last (`bool`, *optional*, defaults to `False`): whether a smaller last batch is left out.
-
-    Returns:
-        The loader, and what makes its batches.
-    """
+    """Build a loader of whole batches, made on the device, and prepare it; return what makes its batches too."""
     # What a former evaluation could not read.
     dataset.gather_unreadable()
     loader = batch_loader(dataset, batch_size, args.device, sampler, drop_last, args.dataloader_num_workers)
@@ -75,15 +63,9 @@ def place_in_stream(trainer: Any, checkpoint: str) -> tuple[int, int] | None:
 
 
 def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_differ: bool) -> Any:
-    """Compute the mean number of examples of a step's micro-batches, if they differ.
+    """Compute the mean number of examples of a step's micro-batches; None if all have the same size.
 
-    Args:
-        batches (`Sequence`): the step's micro-batches of this process.
-        accelerator ([`~accelerate.Accelerator`]): the trainer's.
-        parts_differ (`bool`): whether processes may have parts of different sizes at the end of this epoch.
-
-    Returns:
-        `float` or `torch.Tensor`, over all processes; `None` if all micro-batches have the same size.
+    `parts_differ` says whether processes may have parts of different sizes at the end of this epoch.
     """
     sizes = [find_batch_size(batch) or 0 for batch in batches]
     if not sizes:
@@ -106,14 +88,8 @@ def has_batch_norm(model: nn.Module) -> bool:
 def explained_inputs(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """Say in one line why a model cannot train on a micro-batch, where the libraries speak of tensors.
 
-    The last batch of a stream cannot join the one before it. One image is normalised by the running statistics.
-
-    Args:
-        trainer ([`EntameTrainer`]): its model, its options and the kind of its dataset are read.
-        inputs (`dict`): the micro-batch.
-
-    Raises:
-        InputError: it has no labels, BatchNorm has one value a channel, or a head takes another number of features.
+    It has no labels, BatchNorm has one value a channel, or a head takes another number of features. The last batch of
+    a stream cannot join the one before it: one image is normalised by the running statistics.
     """
     model, args, rows = trainer.model, trainer.args, find_batch_size(inputs)
     if "labels" not in inputs and trainer.label_names == ["labels"] and trainer.compute_loss_func is None:

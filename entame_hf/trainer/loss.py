@@ -22,25 +22,18 @@ class ClassificationLoss:
 
     transformers' models take soft labels for several labels an image, and know no class weights. The mean is over
     examples, not over their weights: it is the same however they are split into micro-batches and processes.
-
-    Args:
-        epsilon (`float`, *optional*, defaults to 0): the share of each label that goes to all classes alike.
-        class_weights (`torch.Tensor`, *optional*): (C,), how much each class counts; by default 1 each.
     """
 
     def __init__(self, epsilon: float = 0.0, class_weights: Tensor | None = None) -> None:
         self.epsilon, self.class_weights = epsilon, class_weights
 
     def __call__(self, outputs: Any, labels: Tensor, **kwargs: Any) -> Tensor:
-        """Compute the loss.
+        """Compute the mean over labels that count.
 
         Args:
             outputs: the model's, with its logits (N, *, C) or a tuple of those of several heads, of which the first
                 counts.
             labels (`torch.Tensor`): int64 (N, *), or floating (N, C): a share of each class. -100 is left out.
-
-        Returns:
-            `torch.Tensor`: a scalar, the mean over labels that count.
         """
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         logits = widen(logits[0] if isinstance(logits, tuple) else logits)
@@ -61,11 +54,8 @@ class CustomLoss:
 
     `Trainer` passes `num_items_in_batch`, the number of labels in all micro-batches and processes of a step, and wants
     the sum over the micro-batch divided by it. A function that ignores the number and returns a mean would give
-    gradients that grow with accumulation (transformers#34198). The first call finds out which of the two it returns.
-
-    Args:
-        function (`Callable`): the user's, called with outputs, labels and `num_items_in_batch`.
-        args (`TrainingArguments`): nothing is asked of the function in steps of one micro-batch and process.
+    gradients that grow with accumulation (transformers#34198). The first call of a step that has several micro-batches
+    or processes finds out which of the two it returns.
     """
 
     def __init__(self, function: Callable[..., Any], args: TrainingArguments) -> None:
@@ -134,12 +124,7 @@ class OverflowFilter:
 
 
 def read_class_weights(weights: Any, model: Any, classes: int) -> Tensor:
-    """Convert class weights to a tensor.
-
-    Args:
-        weights (`torch.Tensor`, array or sequence of `float`): (C,).
-        model (`torch.nn.Module`): its `config.problem_type` says whether images have one class each.
-        classes (`int`): C.
+    """Convert class weights to a tensor (C,).
 
     Raises:
         InputError: the model's images have several labels each, or the weights are not one finite number a class.

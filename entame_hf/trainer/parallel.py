@@ -27,14 +27,7 @@ logger = logging.get_logger(__name__)
 
 
 def check_processes(args: TrainingArguments) -> None:
-    """Check that processes that were started together train together, and that each uses one GPU.
-
-    Args:
-        args (`TrainingArguments`): several GPUs in one process are reduced to one, with a warning.
-
-    Raises:
-        InputError: processes do not know of each other, or each would look for a batch size by itself.
-    """
+    """Check that processes that were started together train together, and that each uses one GPU."""
     launched = int(os.environ.get("WORLD_SIZE", 1))
     if launched > 1 and args.world_size == 1:
         raise InputError(
@@ -60,9 +53,7 @@ def check_processes(args: TrainingArguments) -> None:
 def set_log_level(args: TrainingArguments) -> None:
     """Let `log_level` reach this package's loggers, and let the main process alone warn.
 
-    Args:
-        args (`TrainingArguments`):
-            With `log_level="passive"`, the main process keeps the level that was set, or a lower one of transformers.
+    With `log_level="passive"`, the main process keeps the level that was set, or a lower one of transformers.
     """
     ours = getLogger(__name__.partition(".")[0])
     if not ours.hasHandlers():
@@ -127,17 +118,7 @@ def _in_float32(module: nn.Module, *inputs: Tensor) -> Tensor:
 def check_sharding(
     accelerator: Accelerator, config: EntameConfig, warmup_steps: int, measures_head_lr: bool = False
 ) -> None:
-    """Refuse what cannot be done to a model that is sharded over processes.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]): it knows how the model will be sharded.
-        config ([`EntameConfig`]): what is done to the heads.
-        warmup_steps (`int`): steps that update the heads alone.
-        measures_head_lr (`bool`, *optional*, defaults to `False`): whether the first step sets the heads' rate.
-
-    Raises:
-        InputError: the setting would silently do nothing, or no checkpoint could be written.
-    """
+    """Refuse what would silently do nothing to a model that is sharded, or could not be saved."""
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if fsdp is None and deepspeed is None:
@@ -169,16 +150,7 @@ def check_sharding(
 
 
 def check_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that could not be restored from the checkpoints which are written of it.
-
-    Args:
-        accelerator ([`~accelerate.Accelerator`]): it knows how the model will be sharded.
-        optimizer (`torch.optim.Optimizer`): what will train.
-
-    Raises:
-        InputError: the optimizer has no state, and FSDP shards the parameters: torch's `set_optimizer_state_dict`
-            takes the device from a tensor of the state.
-    """
+    """Refuse an optimizer without state under FSDP: torch could not restore it."""
     if getattr(accelerator.state, "fsdp_plugin", None) is None or not isinstance(optimizer, SGD):
         return
     if not any(group["momentum"] for group in optimizer.param_groups):
@@ -197,11 +169,7 @@ def are_several() -> bool:
 def same_on_all(find: Callable[[], str]) -> str:
     """Find a file or folder on every process, so that all ranks resume or none does.
 
-    Args:
-        find (`Callable`): returns a path, which may differ between hosts in all but its name.
-
-    Returns:
-        `str`: what this process has found.
+    `find` returns a path, which may differ between hosts in all but its name.
 
     Raises:
         InputError: on every process, where one of them has not found it, or another one.
@@ -227,14 +195,7 @@ def same_on_all(find: Callable[[], str]) -> str:
 
 
 def check_output_folder(args: TrainingArguments) -> None:
-    """Check, before a run on several hosts, that all of them can read what the first one writes.
-
-    Args:
-        args (`TrainingArguments`): `output_dir` is made; the options that say what is saved and loaded are read.
-
-    Raises:
-        InputError: on every process: files would be missing on other hosts in the middle of the run.
-    """
+    """Check, before a run on several hosts, that all of them can read what the first one writes."""
     if not are_several():
         return
     if args.save_on_each_node:

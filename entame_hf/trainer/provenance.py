@@ -43,13 +43,8 @@ Options = dict[str, Any]
 def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
     """Describe what a run trains on, compare it with a checkpoint, and take over what the checkpoint restores.
 
-    Args:
-        trainer ([`EntameTrainer`]): its `args` get the checkpoint's values of what is restored with the optimizer and
-            the scheduler, so that logs, configs and cards tell what was used. A warning names them.
-        checkpoint (`str`, *optional*): the checkpoint's folder; None for a run that starts.
-
-    Returns:
-        `dict`: what [`save_provenance`] writes into each checkpoint.
+    A trainer's `args` get the checkpoint's values of what is restored with the optimizer and the scheduler, so that
+    logs, configs and cards tell what was used. A warning names them. [`save_provenance`] writes what is returned.
 
     Raises:
         InputError: the labels do not fit the model, or the checkpoint was trained on something else.
@@ -90,8 +85,7 @@ def save_provenance(provenance: Options, checkpoint: Path) -> None:
 def check_labels(trainer: Any) -> None:
     """Make sure that the model has a class for each label of its datasets, as far as the labels are known.
 
-    Raises:
-        InputError: a label is out of range; a GPU would end the process without a word of it.
+    A GPU would end the process without a word of a label that is out of range.
     """
     if trainer.model is None:
         # A search builds it for each trial.

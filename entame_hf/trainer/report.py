@@ -41,19 +41,11 @@ def try_to_write_card(trainer: Any, *args: Any, **options: Any) -> None:
 
 
 def write_card(trainer: Any, *args: Any, images: bool = True, **options: Any) -> None:
-    """Write README.md and its pictures into a trainer's output folder.
+    """Write README.md and its pictures into a trainer's output folder; `args` and `options` as for [`card_facts`].
 
-    A README.md that is there keeps what people wrote into it, see [`write_model_card`].
-
-    Args:
-        trainer ([`EntameTrainer`]): trained or not.
-        images (`bool`, *optional*, defaults to `True`):
-            Whether the card shows images of the datasets: a training batch where the folder holds it as batch.png,
-            the most confidently wrong images, and examples for the Hub's widget. A push publishes them.
-        args, options: see [`card_facts`].
-
-    Raises:
-        InputError: the metadata of the README.md that is there cannot be read; the file is left as it is.
+    A README.md that is there keeps what people wrote into it, see [`write_model_card`]. With `images`, the card shows
+    a training batch where the folder holds it as batch.png, the most confident errors, and examples for the Hub's
+    widget: a push publishes them.
     """
     # Imported here: matplotlib takes long to import, and most processes never draw.
     from .. import plots
@@ -111,22 +103,10 @@ def card_facts(
     dataset: str | list[str] | None = None,
     dataset_args: str | list[str] | None = None,
 ) -> CardFacts:
-    """Gather the facts of a model card. Of a local path, they hold the last part alone.
+    """Gather the facts of a model card, without pictures. Of a local path, they hold the last part alone.
 
-    Args:
-        trainer ([`EntameTrainer`]): trained or not.
-        language (`str`, *optional*): goes to the metadata.
-        license (`str`, *optional*): defaults to the license in the base model's card.
-        tags (`str` or `list[str]`, *optional*): added to the tags that every card has.
-        model_name (`str`, *optional*): defaults to the name of the repository, or of the output folder.
-        finetuned_from (`str`, *optional*): the base model; defaults to what the model was loaded from.
-        tasks (`str` or `list[str]`, *optional*): the first is the pipeline's tag; defaults to image-classification.
-        dataset_tags (`str` or `list[str]`, *optional*): ids of datasets on the Hub.
-        dataset (`str` or `list[str]`, *optional*): names of other datasets.
-        dataset_args (`str` or `list[str]`, *optional*): the dataset's configuration.
-
-    Returns:
-        [`CardFacts`]: without pictures.
+    The arguments are those of [`Trainer.create_model_card`], with other defaults: the license is the base model's, the
+    name is the repository's or the output folder's, and the base model is what the model was loaded from.
     """
     args, history = trainer.args, trainer.state.log_history
     model = base_model(trainer.model)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -184,9 +184,7 @@ def find_checkpoint(asked: str | Literal[True], args: TrainingArguments) -> str:
 def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
     """Let a checkpoint count only if all of it is written, and then remove the oldest one; see [`remove_oldest`].
 
-    Args:
-        trainer ([`EntameTrainer`]): nothing is written if its weights are not finite.
-        folder (`Path`): the checkpoint's; it is removed if its writing fails.
+    Nothing is written if the weights are not finite. A folder whose writing fails is removed.
     """
     args, manifest = trainer.args, folder / MANIFEST
     limit, is_writer = args.save_total_limit, args.should_save
@@ -223,11 +221,6 @@ def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:
     """Keep so many checkpoints of a run, the newest and the best among them, and no incomplete one.
 
     Trainer orders them by time, so a clock that is behind makes it remove each checkpoint that it has just written.
-
-    Args:
-        newest (`Path`): the checkpoint that was written last; it stays.
-        limit (`int`, *optional*): `save_total_limit`; by default, and if it is not positive, all stay.
-        best (`str`, *optional*): the best checkpoint; it stays.
     """
     for checkpoint in _checkpoints(newest.parent):
         if is_incomplete(checkpoint):
@@ -244,9 +237,7 @@ def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:
 class ResumeCheck(TrainerCallback):
     """Say if a resumed run has no step left, and find its best checkpoint: checkpoints do not say where it lies."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if state.global_step and state.global_step >= state.max_steps:
             logger.warning(
                 f"The checkpoint is at step {state.global_step:,} already, so no step is taken. To train further, set "
@@ -278,11 +269,7 @@ def has_finite_weights(model: nn.Module) -> bool:
 
 
 def check_finite(model: nn.Module, args: TrainingArguments, state: TrainerState, loss: float = 0.0) -> None:
-    """Stop a training whose logged loss, or whose model, is not finite any more.
-
-    Raises:
-        NonFiniteError: the message says after which step, and what to try.
-    """
+    """Stop a training whose logged loss, or whose model, is not finite any more."""
     if math.isfinite(loss) and has_finite_weights(model):
         return
     what = f"The training loss is {loss}" if not math.isfinite(loss) else "Weights of the model are not finite"

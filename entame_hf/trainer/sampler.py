@@ -19,25 +19,10 @@ class GlobalBatchSampler(BatchSampler):
     k processes of b examples see what one process of k·b sees. accelerate would fill the last batch up with examples
     of the first one, which would count twice in gradients and in the statistics of features. Where b is even, the rows
     2i and 2i + 1 of a global batch stay together, as long as each process gets two: they may be mixed with each other.
-
-    Args:
-        sampler (`torch.utils.data.Sampler`): the order of all rows, the same in every process.
-        batch_size (`int`): b, rows of a process.
-        num_processes (`int`): k.
-        process_index (`int`): which of them this is.
-        joins_last (`bool`, *optional*, defaults to `False`): whether a smaller last batch joins the one before it.
+    `joins_last` lets a smaller last batch join the one before it.
 
     Raises:
         InputError: there are fewer rows than processes.
-
-    Example:
-
-    ```python
-    >>> from entame_hf.trainer.sampler import GlobalBatchSampler
-
-    >>> [list(GlobalBatchSampler(range(10), 2, num_processes=3, process_index=rank)) for rank in range(3)]
-    [[[0, 1], [6]], [[2, 3], [7]], [[4, 5], [8, 9]]]
-    ```
     """
 
     def __init__(
@@ -79,14 +64,10 @@ class GlobalBatchSampler(BatchSampler):
 
 
 def share_order(loader: DataLoader, seed: int) -> None:
-    """Let a sampler draw the same order in all processes, whatever random numbers each of them has.
+    """Let a training loader that accelerate has prepared draw the order of `seed` in all processes.
 
-    accelerate takes torch's seed for it, and samplers that it does not know draw from what is everybody's.
-
-    Args:
-        loader (`torch.utils.data.DataLoader`): of a training, prepared by accelerate; those of streams stay as they
-            are, and so do samplers with a generator of their own.
-        seed (`int`): the same in every process.
+    accelerate takes torch's seed for it, and samplers that it does not know draw from what is everybody's. Streams and
+    samplers with a generator of their own stay as they are.
     """
     shard = loader.batch_sampler
     sampler: Any = getattr(shard.batch_sampler, "sampler", None) if isinstance(shard, BatchSamplerShard) else None
@@ -97,17 +78,11 @@ def share_order(loader: DataLoader, seed: int) -> None:
 
 
 def share_evenly(loader: DataLoader, avoids_single_rows: bool = False) -> bool:
-    """Let each process take its part of an epoch's last global batch, in a loader that accelerate has prepared.
+    """Let each process take its part of an epoch's last global batch, and tell whether parts may differ in size now.
 
-    Args:
-        loader (`torch.utils.data.DataLoader`): of a training; one that does not take whole batches of row numbers by
-            turns, as streams don't, and one that drops the last batch, stay as they are.
-        avoids_single_rows (`bool`, *optional*, defaults to `False`):
-            Whether the last batch joins the one before it if a process would get one row of it, of which BatchNorm has
-            no variance.
-
-    Returns:
-        `bool`: whether processes may now have parts of different sizes.
+    Changed in place: a training loader that accelerate has prepared, unless it reads a stream or drops the last batch.
+    With `avoids_single_rows`, the last batch joins the one before it if a process would get one row of it, of which
+    BatchNorm has no variance.
     """
     shard: Any = loader.batch_sampler
     processes, index, batches = 1, 0, shard
@@ -134,12 +109,7 @@ def share_evenly(loader: DataLoader, avoids_single_rows: bool = False) -> bool:
 def count_stream(loader: DataLoader) -> DataLoader:
     """Let accelerate know how many rows of a stream's last batch do not fill it up, as it knows of tables.
 
-    Args:
-        loader (`torch.utils.data.DataLoader`): of an evaluation, prepared by accelerate; one that does not read all of
-            a stream in every process stays as it is.
-
-    Returns:
-        `torch.utils.data.DataLoader`: `loader` itself.
+    An evaluation's loader that does not read all of a stream in every process stays as it is.
     """
     shard = loader.dataset
     if isinstance(shard, IterableDatasetShard) and loader.num_workers == 0:

@@ -21,25 +21,10 @@ DECAY_STEPS = "num_decay_steps"
 
 @contextmanager
 def resolve_ratios(args: TrainingArguments, steps: int) -> Iterator[None]:
-    """Turn warm-up and decay from fractions of total steps into steps while this context lasts.
+    """Turn warm-up and decay from fractions of `steps` into steps while this context lasts.
 
     `Trainer` does so for a warm-up, and takes all steps for it if there is one, by which some schedules divide by
     zero. It knows the decay of the schedule `warmup_stable_decay` in steps only.
-
-    Args:
-        args (`TrainingArguments`):
-            `warmup_steps`, and `num_decay_steps` in `lr_scheduler_kwargs`, are fractions if they are between 0 and 1.
-        steps (`int`): the optimizer steps of the run.
-
-    Example:
-
-    ```python
-    >>> args.warmup_steps, args.lr_scheduler_kwargs
-    (0.1, {'num_decay_steps': 0.2})
-    >>> with resolve_ratios(args, steps=90):
-    ...     args.warmup_steps, args.lr_scheduler_kwargs
-    (9, {'num_decay_steps': 18})
-    ```
     """
     given = warmup, options = args.warmup_steps, args.lr_scheduler_kwargs
     if 0 < warmup < 1:
@@ -64,10 +49,7 @@ def complete_schedule(args: TrainingArguments) -> None:
     """Make a schedule do what the other arguments ask for, where transformers would leave it out without a word.
 
     A warm-up turns `constant` into `constant_with_warmup`. Schedules that follow a metric look for its maximum if
-    `greater_is_better`.
-
-    Args:
-        args (`TrainingArguments`): changed in place, so that logs and model cards tell what was used.
+    `greater_is_better`. Arguments change in place, so that logs and model cards tell what was used.
     """
     kind = SchedulerType(args.lr_scheduler_type)
     if args.warmup_steps > 0 and kind == SchedulerType.CONSTANT:
@@ -84,11 +66,7 @@ def complete_schedule(args: TrainingArguments) -> None:
 
 @contextmanager
 def explain_scheduler_errors(args: TrainingArguments) -> Iterator[None]:
-    """Explain in one line that a schedule does not take its options, or needs others.
-
-    Raises:
-        InputError: transformers' function of the schedule does not take `lr_scheduler_kwargs`.
-    """
+    """Explain in one line that a schedule does not take its options, or needs others."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -102,11 +80,7 @@ def explain_scheduler_errors(args: TrainingArguments) -> Iterator[None]:
 
 @contextmanager
 def explain_optimizer_errors(args: TrainingArguments) -> Iterator[None]:
-    """Say in one sentence that an optimizer is not installed, or was given options which it does not have.
-
-    Raises:
-        InputError: the optimizer cannot be built from `optim` and `optim_args`.
-    """
+    """Say in one sentence that an optimizer is not installed, or was given options which it does not have."""
     try:
         yield
     except InputError:

@@ -30,14 +30,6 @@ def resolve_config(entame: EntameConfig | None, args: HeadArguments, model: nn.M
     The first of these that is set counts: the trainer's argument `entame`; `entame_method` of the training arguments;
     the config that [`apply_entame`] got; the recipe's method; `"entame"`. The other options that are set in the
     training arguments (`phi_w`, `noise_lambda`, `znorm_momentum`, `znorm_sync`) override fields of all but `entame`.
-
-    Args:
-        entame ([`EntameConfig`], *optional*): the trainer's argument.
-        args ([`HeadArguments`]): the training arguments; `None` in a field means "not set".
-        model (`torch.nn.Module`): it knows what was applied to it.
-
-    Returns:
-        [`EntameConfig`]
     """
     config = args.entame_config(applied_config(model)) if entame is None else entame
     if config.init != "ridge" or not config.feature_norm:
@@ -64,12 +56,7 @@ def explain_precedence(entame: EntameConfig | None, args: HeadArguments, model: 
 
 
 def prepare_model(trainer: Any, checkpoint: str | None) -> None:
-    """Start the heads of a trainer's model, or give them a checkpoint's structure, and freeze what its arguments say.
-
-    Args:
-        trainer ([`EntameTrainer`]): its `frozen` ends what is frozen.
-        checkpoint (`str`, *optional*): the folder that the run resumes from.
-    """
+    """Start the heads of a trainer's model, or give them a checkpoint's structure, and freeze what is to be frozen."""
     model, args, own, config = trainer.model, trainer.args, trainer.head_args, trainer.entame_config()
     check_sharding(trainer.accelerator, config, own.warmup_steps_of_head(), own.resolve("head_lr") == AUTO)
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
@@ -106,11 +93,7 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
 
 
 def check_precision(model: nn.Module, args: Any, save_dtype: str, casts: bool) -> None:
-    """Warn of weights that would be trained in half precision, unless DeepSpeed casts them, and of fp16 on a CPU.
-
-    Raises:
-        InputError: adapters cannot be saved in the dtype asked for.
-    """
+    """Warn of weights that would be trained in half precision, unless DeepSpeed casts them, and of fp16 on a CPU."""
     if args.fp16 and args.device.type == "cpu":
         logger.warning("`fp16=True` has no effect on a CPU: the training is in float32. Use `bf16=True`, or neither.")
     if save_dtype != "float32" and has_adapters(model):
@@ -141,9 +124,6 @@ def start_heads(
     """Apply ENTAME for a training, and warn where its settings work against it.
 
     Args:
-        model (`torch.nn.Module`): see [`find_heads`]; changed in place.
-        config ([`EntameConfig`]): what is done to its heads.
-        learning_rate (`float`): γ, the peak learning rate.
         seed (`int`): the same seed draws the same heads on every device.
         batch_size (`int`): examples that one set of feature statistics is taken over, all processes together.
         accumulation (`int`, *optional*, defaults to 1): batches of that size that one update is made of.

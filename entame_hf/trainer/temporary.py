@@ -9,12 +9,7 @@ from typing import Any
 
 @contextmanager
 def temporarily(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object while this context lasts.
-
-    Args:
-        target: any object, such as `TrainingArguments`.
-        values: attributes that it has, by name.
-    """
+    """Set attributes of an object while this context lasts."""
     before = {name: getattr(target, name) for name in values}
     for name, value in values.items():
         setattr(target, name, value)

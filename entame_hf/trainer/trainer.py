@@ -24,7 +24,7 @@ from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, hide_energies
 from .checkpoint import load_trained, prepare_resuming, save_trained
-from .energies import BaseNoise, EnergyRecorder
+from .energies import EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
 from .files import explained_write_errors, make_output_dir, save_metrics, write_file
 from .head_lr import HeadRates
@@ -126,10 +126,10 @@ class EntameTrainer(Trainer):
             self.compute_loss_func = CustomLoss(compute_loss_func, args)
         self.read_labels, self.overflows = LabelReader(compute_loss_func is not None), OverflowFilter()
         self.card_options: dict[str, Any] = {}
-        self.energies, self.head_rates, self.base_noise = EnergyRecorder(self), HeadRates(self), BaseNoise(self)
+        self.energies, self.head_rates = EnergyRecorder(self), HeadRates(self)
         self.head_fitter = HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
-        observers = (self.evaluations, self.base_noise, self.head_fitter, self.energies, self.head_rates)
+        observers = (self.evaluations, self.head_fitter, self.energies, self.head_rates)
         first = (ResumeCheck(), PerRankSeedCallback(), TrainedHeadCallback())
         for callback in (*first, *observers, FiniteCheck(self), CheckpointUploads(self)):
             self.add_callback(callback)
@@ -278,7 +278,6 @@ class EntameTrainer(Trainer):
         if rounded and own and are_classes(labels, self.model):
             loss = ClassificationLoss()(outputs, labels)
         if model.training and self.is_in_train:
-            self.base_noise.observe(labels)
             if self.compute_loss_func is None and self.mean_batch_size is not None:
                 loss = loss * (examples / self.mean_batch_size)
             self.energies.observe(outputs, labels)
