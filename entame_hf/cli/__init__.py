@@ -34,7 +34,8 @@ def main(argv: list[str] | None = None) -> None:
     elif any(option in ("-h", "--help") for option in argv[1:]):
         print(Path(__file__).with_name("help").joinpath(f"{command}.txt").read_text(encoding="utf-8"), end="")
     else:
-        logging.getLogger("DeepSpeed").addFilter(_NoDetection())
+        # DeepSpeed says wherever it is installed that it found no accelerator.
+        logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
         from .launch import run_command
 
         name = Path(sys.argv[0]).name
@@ -43,21 +44,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _overview() -> str:
-    lines = [f"  {name:9} {text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Usage: entame COMMAND [OPTIONS]",
-            "",
-            *lines,
-            "",
-            "entame COMMAND --help lists the options of a command. Several GPUs:",
-            "accelerate launch -m entame_hf.cli finetune ...",
-        ]
+    commands = "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
+    return (
+        f"Usage: entame COMMAND [OPTIONS]\n\n{commands}\n\nentame COMMAND --help lists the options of a command. "
+        "Several GPUs:\naccelerate launch -m entame_hf.cli finetune ..."
     )
-
-
-class _NoDetection(logging.Filter):
-    """Drop DeepSpeed's remark that it found no accelerator, which it makes wherever it is installed."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return "Setting accelerator to CPU" not in record.getMessage()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_utils import SchedulerType
 
 from ..data import cores
 from ..errors import InputError, unknown_value
@@ -17,20 +18,7 @@ from ..training_args import BOUNDS, EntameTrainingArguments, check_numbers, opti
 
 METRICS = ("loss", "accuracy", "accuracy_macro", "f1_macro")
 
-SCHEDULES = (
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "polynomial",
-    "inverse_sqrt",
-    "reduce_lr_on_plateau",
-    "warmup_stable_decay",
-    "greedy",
-)
+SCHEDULES = [kind.value for kind in SchedulerType]
 
 # Options of `TrainingArguments` that do nothing for image classifiers here, or that break them.
 WITHOUT_EFFECT = (
@@ -60,8 +48,8 @@ WITHOUT_EFFECT = (
     "use_liger_kernel",
 )
 
-# Where a tracker's package is called otherwise.
-PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet_ml", "dvclive": "dvclive", "flyte": "flytekit"}
+# Where a tracker's package, or what it installs, is called otherwise.
+_PACKAGES = {"azure_ml": "azureml-core", "flyte": "flytekit"}
 
 _MODULES = {"azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX")}
 
@@ -178,7 +166,7 @@ def _check_trackers(names: list[str]) -> None:
             raise InputError(unknown_value("`report_to`:", name, ["none", "all", *sorted(INTEGRATION_TO_CALLBACK)]))
         modules = _MODULES.get(name, (name,))
         if not any(find_spec(module) for module in modules):
-            package = PACKAGES.get(name, name)
+            package = _PACKAGES.get(name, name)
             raise ValueError(f"`report_to={name}` needs the package {package}: pip install {package}")
 
 

@@ -15,11 +15,9 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 
 class Console(TrainerCallback):
-    """Say in one line each what steps and evaluations came to.
+    """Say in one line each what steps and evaluations came to; energies go to the log history and trackers alone.
 
-    A logging step's line has the step, its loss, the learning rate, images per second (evaluations and checkpoints
-    left out) and the time that is left (everything included). An evaluation's has accuracy, macro F1 and the best so
-    far. Energies go to the log history and trackers alone.
+    Images per second leave evaluations and checkpoints out; the time that is left includes everything.
     """
 
     def __init__(self) -> None:

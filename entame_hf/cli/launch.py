@@ -68,16 +68,12 @@ class _Handler(logging.Handler):
         say(f"{record.levelname.lower()}: {self._named(record.getMessage())}", sys.stderr)
 
 
-def quiet_libraries() -> None:
-    """Keep what helps nobody from the console: bars under the bar, and remarks about defaults."""
-    transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
-
-
 @contextmanager
 def options_named(named: Callable[[str], str], level: int = logging.WARNING) -> Iterator[None]:
     """Write the options that errors and warnings name in backticks as they are typed."""
-    quiet_libraries()
+    # What helps nobody: bars under the bar, and remarks about defaults.
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     logger, handler = logging.getLogger(__name__.partition(".")[0]), _Handler(named)
     handler.setLevel(level)
     logger.addHandler(handler)

@@ -38,7 +38,9 @@ def load_data(model_args: ModelArguments, data_args: DataArguments, args: RunArg
         splits = data_args.load(args.seed, model_args.num_labels)
     if args.process_index == 0:
         say(splits.describe())
-    check_classes(model_args, splits)
+    found = len(splits.class_names)
+    if model_args.num_labels not in (None, found):
+        raise InputError(f"`num_labels={model_args.num_labels}`, but the data has {found} classes. Leave it out.")
     return splits
 
 
@@ -53,10 +55,3 @@ def load(splits: Splits, model_args: ModelArguments, data_args: DataArguments, a
             keeps_head=args.entame_method == "keep",
         )
     return model, prepare_data(model, processor, splits, model_args, data_args, args)
-
-
-def check_classes(model_args: ModelArguments, splits: Splits) -> None:
-    """Refuse data with another number of classes than expected."""
-    found = len(splits.class_names)
-    if model_args.num_labels not in (None, found):
-        raise InputError(f"`num_labels={model_args.num_labels}`, but the data has {found} classes. Leave it out.")

@@ -25,7 +25,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 from ..data import HostBatch, ImagePipeline, Preparation, UnreadableImageError, open_folder, threads
 from ..errors import InputError
 from ..patch import class_names
-from .arguments import option
+from ..training_args import option
 from .console import duration
 from .launch import options_named
 from .model import load_trained
