@@ -10,12 +10,10 @@ from .curves import (
     save_figures,
     series,
 )
-from .drawing import COLOURS, DASHES, Series
+from .drawing import Series
 from .images import batch_figure, save_image, wrong_images_figure
 
 __all__ = [
-    "COLOURS",
-    "DASHES",
     "Series",
     "accuracy_curves",
     "batch_figure",

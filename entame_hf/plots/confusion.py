@@ -15,16 +15,13 @@ from .fonts import shorten, writable
 MOST_COUNTS, MOST_NAMES = 20, 50
 
 
-def confusion_matrix_figure(
-    matrix: np.ndarray, class_names: Sequence[str], *, title: str = "Confusion matrix"
-) -> Figure | None:
+def confusion_matrix_figure(matrix: np.ndarray, class_names: Sequence[str]) -> Figure | None:
     """Draw a confusion matrix, coloured by the share of each true class.
 
     Args:
         matrix (`numpy.ndarray` of shape `(C, C)`): counts of examples, true classes by predicted ones.
         class_names (sequence of `str`): C names, in any script. They are written up to 50 classes, and counts up to
             20; above, the axes count classes.
-        title (`str`, *optional*): stands over the picture.
 
     Returns:
         `matplotlib.figure.Figure` or `None`: no example was counted.
@@ -38,7 +35,7 @@ def confusion_matrix_figure(
     axes = figure.subplots()
     # A confusion of a few percent must still show.
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=1))
-    axes.set(title=title, xlabel="predicted class", ylabel="true class")
+    axes.set(title="Confusion matrix", xlabel="predicted class", ylabel="true class")
     size = 9 if classes <= MOST_COUNTS else 7
     if classes <= MOST_NAMES:
         families, names = writable([shorten(name) for name in class_names])

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..metrics import evaluation_metrics
-from .drawing import COLOURS, Series, Styles, axes_for, draw_groups, finished, free_place, in_percent
+from .drawing import COLOURS, Series, Styles, axes_for, draw_groups, finished, in_percent
 
 # One line of `trainer.state.log_history` after the other.
 History = Sequence[Mapping[str, Any]]
@@ -48,18 +48,14 @@ def series(history: History, key: str) -> Series:
 def accuracy_curves(
     runs: Mapping[str, Sequence[Series]],
     *,
-    zoom_steps: int = 10,
     title: str = "Accuracy in evaluation",
     styles: Styles | None = None,
     ax: Axes | None = None,
 ) -> Figure | None:
-    """Draw how the accuracy of several methods grows, with the spread over seeds and an inset of the first steps.
+    """Draw how the accuracy of several methods grows, with the spread over seeds.
 
     Args:
         runs (`dict` of lists): for each method, one (steps, accuracies in [0, 1]) a seed; see [`series`].
-        zoom_steps (`int`, *optional*, defaults to 10):
-            The inset's last step. It is left out where fewer than three evaluations lie in it, or where it would be
-            more than a third of the whole.
         title (`str`, *optional*): stands over the picture.
         styles (`dict` of `dict`, *optional*):
             By method, properties of its line, such as `{"entame": {"color": "black"}}`. The others have the colours of
@@ -80,17 +76,9 @@ def accuracy_curves(
     ```
     """
     axes = axes_for(ax, title, "accuracy")
-    steps = draw_groups(axes, runs, styles)
-    if not len(steps):
+    if not draw_groups(axes, runs, styles):
         return None
     in_percent(axes)
-    if (steps <= zoom_steps).sum() >= 3 and steps.max() >= 3 * zoom_steps:
-        inset = axes.inset_axes(free_place(axes))
-        draw_groups(inset, runs, styles, last_step=zoom_steps)
-        in_percent(inset)
-        inset.set_title(f"first {zoom_steps} steps", fontsize="small")
-        inset.tick_params(labelsize="small")
-        inset.grid(alpha=0.3)
     return finished(axes, ax)
 
 
@@ -155,7 +143,7 @@ def feature_variance_curves(runs: Mapping[str, Sequence[Series]]) -> Figure | No
     Source: figure 1 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
     axes = axes_for(None, "Variance of the classifier's input", "mean variance of a feature")
-    if len(draw_groups(axes, runs)) < 2:
+    if draw_groups(axes, runs) < 2:
         return None
     values = np.concatenate([np.asarray(run[1], dtype=float) for group in runs.values() for run in group])
     positive = values[np.isfinite(values) & (values > 0)]

@@ -1,4 +1,4 @@
-"""What curves have in common: means with their spread, axes in percent, room for an inset, a legend."""
+"""What curves have in common: means with their spread, axes in percent, a legend."""
 
 from __future__ import annotations
 
@@ -28,15 +28,12 @@ def axes_for(ax: Axes | None, title: str, label: str) -> Axes:
     return axes
 
 
-def draw_groups(
-    axes: Axes, runs: Mapping[str, Sequence[Series]], styles: Styles | None = None, last_step: float = np.inf
-) -> np.ndarray:
-    """Draw each group's mean and its standard deviation over runs; return the steps that were drawn."""
+def draw_groups(axes: Axes, runs: Mapping[str, Sequence[Series]], styles: Styles | None = None) -> int:
+    """Draw each group's mean and its standard deviation over runs; return how many steps were drawn."""
     drawn: set[float] = set()
     for index, (name, group) in enumerate(runs.items()):
         tables = [dict(zip(*run, strict=True)) for run in group if len(run[0])]
-        common = set.intersection(*map(set, tables)) if tables else set()
-        steps = sorted(step for step in common if step <= last_step)
+        steps = sorted(set.intersection(*map(set, tables))) if tables else []
         if not steps:
             continue
         values = np.array([[table[step] for step in steps] for table in tables], dtype=float)
@@ -50,36 +47,12 @@ def draw_groups(
             axes.fill_between(steps, mean - spread, mean + spread, color=style["color"], alpha=0.18, linewidth=0)
         drawn.update(steps)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return np.array(sorted(drawn))
+    return len(drawn)
 
 
 def in_percent(axes: Axes) -> None:
     low, high = axes.get_ylim()
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0 if high - low > 0.05 else None))
-
-
-def free_place(axes: Axes) -> tuple[float, float, float, float]:
-    """Find where an inset hides least of what is drawn; in shares of the axes: left, bottom, width, height."""
-    outlines = [line.get_path() for line in axes.get_lines()]
-    outlines += [path for band in axes.collections for path in band.get_paths()]
-    to_share = axes.transData - axes.transAxes
-    points = np.concatenate([to_share.transform(path.interpolated(20).vertices) for path in outlines])
-
-    def hidden(place: tuple[float, float, float, float]) -> int:
-        # With the labels of its ticks and its title.
-        left, bottom, right, top = place[0] - 0.13, place[1] - 0.09, place[0] + place[2], place[1] + place[3] + 0.09
-        inside = (points > (left, bottom)) & (points < (right, top))
-        return int(inside.all(axis=1).sum())
-
-    # As large as nothing is hidden; at the right and below, if it can be.
-    sizes = ((0.5, 0.42), (0.5, 0.34), (0.44, 0.34), (0.44, 0.28), (0.38, 0.28), (0.34, 0.26))
-    places = [
-        (x, y, width, height)
-        for width, height in sizes
-        for x in (0.97 - width, 0.14)
-        for y in np.linspace(0.1, 0.9 - height, 6)
-    ]
-    return min(places, key=hidden)
 
 
 def finished(axes: Axes, ax: Axes | None) -> Figure:

@@ -19,9 +19,7 @@ MOST_IMAGES, COLUMNS = 30, 6
 LONGEST_NAME = 16
 
 
-def batch_figure(
-    images: Images, labels: np.ndarray, class_names: Sequence[str], *, title: str = "Augmented training images"
-) -> Figure | None:
+def batch_figure(images: Images, labels: np.ndarray, class_names: Sequence[str]) -> Figure | None:
     """Draw a training batch as the model sees it, with its labels.
 
     Args:
@@ -30,7 +28,6 @@ def batch_figure(
         labels (`numpy.ndarray` of shape `(N,)` or `(N, K)`):
             Class indices, negative ones for images without a label, or one row of probabilities an image (mixup).
         class_names (sequence of `str`): K names, in any script.
-        title (`str`, *optional*): stands over the picture.
 
     Returns:
         `matplotlib.figure.Figure` or `None`: the first 30 images; None for an empty batch.
@@ -53,7 +50,9 @@ def batch_figure(
         best = [int(index) for index in np.argsort(-label, kind="stable")[:2] if label[index] > 0.005]
         return "\n".join(f"{names[index]} {label[index]:.0%}" if len(best) > 1 else names[index] for index in best)
 
-    return _grid(images, [caption(label) for label in np.asarray(labels)[:MOST_IMAGES]], families, title)
+    return _grid(
+        images, [caption(label) for label in np.asarray(labels)[:MOST_IMAGES]], families, "Augmented training images"
+    )
 
 
 def wrong_images_figure(
@@ -62,8 +61,6 @@ def wrong_images_figure(
     true: Sequence[int] | np.ndarray,
     confidence: Sequence[float] | np.ndarray,
     class_names: Sequence[str],
-    *,
-    title: str = "Most confident errors: prediction and label",
 ) -> Figure | None:
     """Draw images that a model got wrong, each under its prediction with the probability and its label.
 
@@ -72,7 +69,6 @@ def wrong_images_figure(
         predicted, true (sequences of `int`): N class indices each; see [`confident_errors`].
         confidence (sequence of `float`): N probabilities of the predicted classes, in [0, 1].
         class_names (sequence of `str`): names by index, in any script.
-        title (`str`, *optional*): stands over the picture.
 
     Returns:
         `matplotlib.figure.Figure` or `None`: the first 30 images; None where there is none.
@@ -82,12 +78,10 @@ def wrong_images_figure(
         f"{names[guess]} ({share:.0%})\nlabel: {names[label]}"
         for guess, label, share in zip(predicted, true, confidence, strict=True)
     ]
-    return _grid(images, captions[:MOST_IMAGES], families, title)
+    return _grid(images, captions[:MOST_IMAGES], families, "Most confident errors: prediction and label")
 
 
-def _grid(
-    images: Sequence[np.ndarray] | np.ndarray, captions: list[str], families: list[str], title: str
-) -> Figure | None:
+def _grid(images: Images, captions: list[str], families: list[str], title: str) -> Figure | None:
     if not captions:
         return None
     columns = min(len(captions), COLUMNS)

@@ -52,7 +52,7 @@ def overview(group: Group, styles: dict[str, dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(max(7, 1 + 3.6 * len(panels)), 3.8), dpi=150, layout="constrained")
     for axes, combination in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         runs = {name_of(method): _accuracies(group, combination, method) for method in (*others, *first)}
-        accuracy_curves(runs, zoom_steps=0, title=" on ".join(combination), styles=drawn, ax=axes)
+        accuracy_curves(runs, title=" on ".join(combination), styles=drawn, ax=axes)
         axes.set(xscale="log", ylim=(0, 1), xlim=(1, None), ylabel="")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter(PercentFormatter(1))

@@ -43,18 +43,6 @@ def test_accuracy_is_the_mean_of_the_seeds_with_their_spread():
     assert band[:, 1].max() == pytest.approx(0.7 + np.std([0.6, 0.8], ddof=1))
 
 
-@pytest.mark.parametrize(
-    ("steps", "insets"),
-    [(STEPS, 1), (STEPS[:3], 0), (STEPS[3:], 0), (STEPS[:5], 0)],
-    ids=["both", "early", "late", "short"],
-)
-def test_the_inset_shows_the_first_steps_where_there_are_others(steps, insets):
-    axes = accuracy_curves({"base": [(steps, np.linspace(0, 1, len(steps)))]}, zoom_steps=10).axes[0]
-    assert len(axes.child_axes) == insets
-    for inset in axes.child_axes:
-        assert [x for x, _ in lines(inset)["base"]] == [1, 2, 3, 10]
-
-
 def energies(step, logits, labels):
     """What the trainer logs of the error at a step."""
     energy = error_energy(torch.as_tensor(logits), torch.as_tensor(labels))
@@ -145,20 +133,7 @@ def test_a_method_keeps_its_style_and_a_panel_gets_no_legend():
     for axes, names in ((left, ["base", "entame"]), (right, ["entame"])):
         runs = {name: [(STEPS, np.linspace(0, 1, len(STEPS)))] for name in names}
         assert accuracy_curves(runs, styles=styles, ax=axes) is figure
-        for each in (axes, *axes.child_axes):
-            colours = {curve.get_label(): curve.get_color() for curve in each.get_lines()}
-            assert colours["entame"] == "#D55E00"
+        colours = {curve.get_label(): curve.get_color() for curve in axes.get_lines()}
+        assert colours["entame"] == "#D55E00"
     assert figure.legends == []
     assert len(accuracy_curves(runs).legends) == 1
-
-
-@pytest.mark.parametrize("ends", [[0.9, 1.0], [0.2, 0.9], [0.5, 0.7, 0.95]], ids=["high", "apart", "spread"])
-def test_the_inset_hides_no_curve(ends):
-    steps = np.arange(1, 101)
-    curves = [end * (1 - np.exp(-steps / 8)) for end in ends]
-    figure = accuracy_curves({str(end): [(steps, curve)] for end, curve in zip(ends, curves, strict=True)})
-    figure.canvas.draw()
-    axes = figure.axes[0]
-    hidden = axes.child_axes[0].get_window_extent()
-    points = axes.transData.transform([point for curve in curves for point in zip(steps, curve, strict=True)])
-    assert not any(hidden.contains(*point) for point in points)
