@@ -12,26 +12,24 @@ from torch.nn.functional import cross_entropy, one_hot
 
 from ..errors import InputError
 from ..heads import Head
-from ..patch import class_indices, run_model
+from ..patch import class_indices, restored_modes, run_model
 from .error import error_energy
 
 
 @contextmanager
 def unchanged(model: nn.Module, heads: list[Head]) -> Iterator[None]:
     """Put the model, but its heads, into training mode while this context lasts; afterwards it is what it was."""
-    modes = {module: module.training for module in model.modules()}
     buffers = {buffer: buffer.detach().clone() for buffer in model.buffers()}
-    model.train()
-    for head in heads:
-        head.module.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-        with torch.no_grad():
-            for buffer, before in buffers.items():
-                buffer.copy_(before)
+    with restored_modes(model):
+        model.train()
+        for head in heads:
+            head.module.eval()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers.items():
+                    buffer.copy_(before)
 
 
 def label_rows(labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
 """Apply ENTAME to a model, fold it again, freeze parts of a model, wrap a timm model."""
 
 from .apply import apply_entame, set_applied, set_feature_norm
-from .features import HeadFeatures, class_indices, collect_features, inputs_and_labels, run_model
+from .features import HeadFeatures, class_indices, collect_features, inputs_and_labels, restored_modes, run_model
 from .fit import HeadFit, collect_head_features, fit_head, fit_to_features
 from .fold import check_bias, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
-from .freezing import frozen_backbone, frozen_backbone_parameters, frozen_statistics
+from .freezing import BATCH_NORMS, frozen_backbone, frozen_backbone_parameters, frozen_statistics
 from .probe import Probe, log_evidence, probe_features
 from .ridge import fit_ridge
 from .saving import class_names, shareable_config
@@ -12,6 +12,7 @@ from .state import applied_config, clear_entame_state, describe_adaptation, has_
 from .wrapping import as_transformers, label_maps, timm_processor
 
 __all__ = [
+    "BATCH_NORMS",
     "HeadFeatures",
     "HeadFit",
     "Probe",
@@ -40,6 +41,7 @@ __all__ = [
     "log_evidence",
     "normalised_heads",
     "probe_features",
+    "restored_modes",
     "run_model",
     "set_applied",
     "set_feature_norm",

@@ -169,7 +169,7 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
             f"{path} would have one output: that is regression, and ENTAME is about the entropy over classes. "
             "Use two outputs for a binary task: `num_labels=2`."
         )
-    if "weight" not in vars(leaf)["_parameters"]:
+    if "weight" not in dict(leaf.named_parameters(recurse=False)):
         raise InputError(
             f"`{head.path}.weight` is computed from other parameters (weight_norm, spectral_norm, parametrize), so it "
             "cannot be drawn. Remove that first: "

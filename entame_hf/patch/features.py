@@ -42,9 +42,18 @@ class HeadFeatures:
         return mean, sum_over_ranks(spread) / total.clamp(min=1)
 
 
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def per_process(samples: int) -> int:
+    """Divide a number of samples by the number of processes, rounded up."""
+    return -(-samples // (dist.get_world_size() if is_distributed() else 1))
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Sum a tensor over all processes, in place."""
-    if dist.is_available() and dist.is_initialized():
+    if is_distributed():
         dist.all_reduce(values)
     return values
 
@@ -72,7 +81,8 @@ def collect_features(
     """
     kept = [_Collector(head) for head in heads]
     left = max_samples
-    with _in_eval_mode(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+    with restored_modes(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+        model.eval()
         read: dict[int, Tensor] = {}
         for index, head in enumerate(heads):
             hook = head.module.register_forward_pre_hook(lambda _, args, index=index: read.update({index: args[0]}))
@@ -199,9 +209,9 @@ class _Collector:
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def restored_modes(model: nn.Module) -> Iterator[None]:
+    """Put each module back into the training or eval mode that it was in before this context."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
         yield
     finally:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import logging
 
 from ..errors import InputError
 from ..heads import Head, find_heads, num_classes
 from ..layers import ZNormLeaf
-from .features import HeadFeatures, collect_features, sum_over_ranks
+from .features import HeadFeatures, collect_features, per_process, sum_over_ranks
 from .gathering import is_sharded
 from .ridge import Ridge, fit_ridge
 from .state import applied_config, has_trained_head, stop_check
@@ -91,8 +90,7 @@ def fit_head(
             "before its training, or call apply_entame(model, config, num_labels=...) to start a new head."
         )
     heads = find_heads(model, config.head)
-    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    features = collect_head_features(model, heads, batches, -(-max_samples // processes))
+    features = collect_head_features(model, heads, batches, per_process(max_samples))
     return fit_to_features(heads, features, config.eps, class_weights)
 
 

@@ -95,15 +95,7 @@ def folded_parameters(
 
 
 def check_bias(path: str, leaf: Leaf | ZNormLeaf) -> None:
-    """Refuse to save a head over normalised features that has no bias for their mean to be folded into.
-
-    Args:
-        path (`str`): the head's path, for the message.
-        leaf (`torch.nn.Linear` or `torch.nn.Conv2d`): the head.
-
-    Raises:
-        InputError: it has no bias.
-    """
+    """Refuse to save a head over normalised features that has no bias for their mean to be folded into."""
     if leaf.bias is None:
         raise InputError(
             f"`{path}` has no bias, and the mean of its features folds into one: stock code would drop it and give "
@@ -115,9 +107,6 @@ def check_forward(path: str, leaf: nn.Module) -> None:
     """Refuse a head whose `forward` was replaced on the instance: another class would not be called.
 
     Hooks of accelerate (`device_map`, `dispatch_model`) are no obstacle, see [`set_class`].
-
-    Raises:
-        InputError: the instance has a `forward` of its own.
     """
     if "forward" in vars(leaf) and "_hf_hook" not in vars(leaf) and not _is_own_forward(leaf):
         raise InputError(

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..heads import Head
+
+# timm's own are among them.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @contextmanager
@@ -74,7 +76,7 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
     Source: the [guide to transfer learning](https://keras.io/guides/transfer_learning/) of Keras, "Fine-tuning", and
     section 4 of [Fine-tuning can distort pretrained features](https://arxiv.org/abs/2202.10054).
     """
-    with _in_eval_mode(module for module in model.modules() if isinstance(module, _BatchNorm)):
+    with _in_eval_mode(module for module in model.modules() if isinstance(module, BATCH_NORMS)):
         yield
 
 

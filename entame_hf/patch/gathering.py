@@ -33,9 +33,6 @@ def gathered_parameters(leaf: nn.Module) -> Iterator[None]:
     """Gather a leaf's parameters on every process while this context lasts; rank 0's changes are kept.
 
     ZeRO-3 ignores changes of sharded parameters, and FSDP2's shards do not mix with tensors.
-
-    Args:
-        leaf (`torch.nn.Module`): a head; one that is not sharded stays as it is.
     """
     if is_zero3_sharded(leaf):
         import deepspeed
@@ -43,7 +40,7 @@ def gathered_parameters(leaf: nn.Module) -> Iterator[None]:
         with deepspeed.zero.GatheredParameters(list(leaf.parameters()), modifier_rank=0):
             yield
         return
-    shards = {name: shard for name, shard in vars(leaf)["_parameters"].items() if isinstance(shard, DTensor)}
+    shards = {name: shard for name, shard in leaf.named_parameters(recurse=False) if isinstance(shard, DTensor)}
     for name, shard in shards.items():
         setattr(leaf, name, nn.Parameter(shard.full_tensor().detach(), requires_grad=shard.requires_grad))
     try:

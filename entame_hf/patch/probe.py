@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError
 from ..heads import find_heads
-from .features import HeadFeatures, collect_features
+from .features import HeadFeatures, collect_features, per_process
 from .ridge import LeastSquares, fit_ridge, is_first, send_from_first
+
+# Iterations of LogME's fixed point at most.
+MOST_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,7 @@ class Probe:
         )
 
 
-def probe_features(
-    model: nn.Module, batches: Iterable[Any], *, num_classes: int, head: str | None = None, max_samples: int = 50_000
-) -> Probe:
+def probe_features(model: nn.Module, batches: Iterable[Any], *, num_classes: int, max_samples: int = 50_000) -> Probe:
     """Measure how well the features of a pretrained model fit classes, in one pass in eval mode.
 
     The model stays as it is; its own head may be one for other classes. In several processes, each gives its batches.
@@ -49,7 +49,6 @@ def probe_features(
         model (`torch.nn.Module`): see [`find_heads`]; the first head's features count.
         batches (iterable): as for [`fit_head`].
         num_classes (`int`): C, the classes of the labels.
-        head (`str`, *optional*): the head's dotted path, for models where the search must not guess.
         max_samples (`int`, *optional*, defaults to 50,000): images to look at, over all processes.
 
     Returns:
@@ -58,10 +57,7 @@ def probe_features(
     Raises:
         InputError: there is no head or no labelled image, or a label is none of the classes.
     """
-    processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    (features,) = collect_features(
-        model, find_heads(model, head)[:1], batches, math.ceil(max_samples / processes), num_classes
-    )
+    (features,) = collect_features(model, find_heads(model)[:1], batches, per_process(max_samples), num_classes)
     mean, var = features.statistics()
     std = torch.sqrt(var + 1e-5)
     if not std.isfinite().all() or LeastSquares(features, num_classes, mean, std, None).total == 0:
@@ -71,7 +67,7 @@ def probe_features(
 
 
 @torch.no_grad()
-def log_evidence(features: HeadFeatures, num_classes: int, steps: int = 100) -> float:
+def log_evidence(features: HeadFeatures, num_classes: int) -> float:
     """Compute LogME: the largest log evidence of a Bayesian linear model, per image, averaged over classes.
 
     For each class, y ~ N(Fw, 1/β) with w ~ N(0, 1/α), F the features as they are and y one-hot; α and β maximise the
@@ -80,7 +76,6 @@ def log_evidence(features: HeadFeatures, num_classes: int, steps: int = 100) -> 
     Args:
         features ([`HeadFeatures`]): this process's; the sums are over all.
         num_classes (`int`): C; classes without an image are left out.
-        steps (`int`, *optional*, defaults to 100): iterations at most.
 
     Returns:
         `float`: higher is better; comparable between models on the same images.
@@ -94,23 +89,20 @@ def log_evidence(features: HeadFeatures, num_classes: int, steps: int = 100) -> 
     if is_first():
         values, vectors = torch.linalg.eigh(gram)
         known = problem.masses > 0
-        result.fill_(_evidence(values.clamp_(min=0), (sums @ vectors)[known].square(), problem.masses[known], steps))
+        result.fill_(_evidence(values.clamp_(min=0), (sums @ vectors)[known].square(), problem.masses[known]))
     send_from_first(result)
     return float(result) / problem.total
 
 
-def _evidence(values: Tensor, squares: Tensor, targets: Tensor, steps: int) -> Tensor:
+def _evidence(values: Tensor, squares: Tensor, targets: Tensor) -> Tensor:
     """Maximise the log evidence of each class, and average it.
 
-    Args:
-        values (`torch.Tensor` of shape `(K,)`): eigenvalues of FᵀF.
-        squares (`torch.Tensor` of shape `(C, K)`): squares of Fᵀy along the eigenvectors.
-        targets (`torch.Tensor` of shape `(C,)`): ‖y‖², the images of each class.
-        steps (`int`): iterations at most.
+    `values` (K,) are the eigenvalues of FᵀF, `squares` (C, K) those of Fᵀy along the eigenvectors, `targets` (C,)
+    ‖y‖².
     """
     ratio = torch.ones_like(targets)
     count = targets.sum()
-    for _ in range(steps):
+    for _ in range(MOST_STEPS):
         shrunk = values + ratio[:, None]
         freedom = (values / shrunk).sum(1)
         size = (squares / shrunk.square()).sum(1).clamp(min=1e-300)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .features import HeadFeatures, sum_over_ranks
+from .features import HeadFeatures, is_distributed, sum_over_ranks
 
 # Candidates for α over the number of images, and then around the best of them. Leaving one out chooses: with the same
 # sums, generalised cross-validation takes next to no penalty where features outnumber images or classes are weighted
@@ -141,8 +141,9 @@ class LeastSquares:
             weighted = rows * weights[:, None]
             gram.addmm_(weighted.mT, rows)
             sums.index_add_(0, labels, weighted)
-        for values in (gram, sums):
-            _sum_on_first(values)
+        if is_distributed():
+            for values in (gram, sums):
+                dist.reduce(values, 0)
         return gram, sums
 
     def leave_one_out(
@@ -169,19 +170,10 @@ class LeastSquares:
         return sum_over_ranks(errors), sum_over_ranks(right)
 
 
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def is_first() -> bool:
-    return not _is_distributed() or dist.get_rank() == 0
-
-
-def _sum_on_first(values: Tensor) -> None:
-    if _is_distributed():
-        dist.reduce(values, 0)
+    return not is_distributed() or dist.get_rank() == 0
 
 
 def send_from_first(values: Tensor) -> None:
-    if _is_distributed():
+    if is_distributed():
         dist.broadcast(values, 0)

@@ -20,12 +20,9 @@ from .state import check_learns, differs_from_checkpoint, stop_check
 
 
 def patch_save_pretrained(model: nn.Module) -> None:
-    """Make `model.save_pretrained`, and so `push_to_hub`, write the folded model.
+    """Make `save_pretrained` of a model and of its wrappers, and so `push_to_hub`, write the folded model.
 
     Plain `from_pretrained` would drop the statistics of an unfolded one with a remark, and give other logits.
-
-    Args:
-        model (`torch.nn.Module`): a model, or a wrapper: all that have a `save_pretrained` are patched.
     """
     _watch_adapters()
     for part in wrapped_models(model):

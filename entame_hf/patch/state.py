@@ -87,11 +87,7 @@ def _check_forward(path: str, leaf: Any, args: Any) -> None:
 
 
 def check_learns(path: str, leaf: Leaf) -> None:
-    """Make sure that a new head can learn, or has learned.
-
-    Raises:
-        InputError: it is frozen as it was drawn.
-    """
+    """Make sure that a new head can learn, or has learned."""
     learned = leaf.weight.requires_grad or vars(leaf).get("entame_trained") or _has_bias(leaf)
     if "entame_check" in vars(leaf) and not learned:
         raise InputError(frozen_head(path))

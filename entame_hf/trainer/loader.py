@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -22,7 +21,7 @@ from transformers.utils import logging
 from ..data import BatchDataset, batch_loader, to_device
 from ..errors import InputError
 from ..heads import Head, num_classes, num_features
-from ..patch import frozen_statistics
+from ..patch import BATCH_NORMS, frozen_statistics
 from .temporary import temporarily
 
 logger = logging.get_logger(__name__)
@@ -81,7 +80,7 @@ def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_diff
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Tell whether a model normalises by the statistics of a batch, of which one value a channel has none."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return any(isinstance(module, BATCH_NORMS) for module in model.modules())
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import SGD, Optimizer
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
@@ -22,6 +21,7 @@ from transformers.utils import logging
 
 from ..config import EntameConfig
 from ..errors import InputError
+from ..patch import BATCH_NORMS
 
 logger = logging.get_logger(__name__)
 
@@ -101,7 +101,7 @@ def normalise_in_float32(model: nn.Module) -> None:
     together, or in the forward alone.
     """
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BATCH_NORMS):
             # A partial survives copies and pickles.
             vars(module)["forward"] = partial(_in_float32, module)
 

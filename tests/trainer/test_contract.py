@@ -89,7 +89,6 @@ PRIVATE = {
     "_finish_current_push": ("transformers", a_trainer),
     "_n_gpu": ("transformers", lambda folder: a_trainer(folder).args),
     "_name_or_path": ("transformers", lambda _: PreTrainedConfig()),
-    "_BatchNorm": ("torch", lambda _: nn.modules.batchnorm),
     "_C": ("torch", lambda _: torch),
     "_current_graph_task_id": ("torch", lambda _: torch._C),
     "_foreach_copy_": ("torch", lambda _: torch),
