@@ -8,21 +8,7 @@ from textwrap import shorten
 
 
 def printable(name: object) -> str:
-    r"""Escape what a terminal or a page would not show as it is: newlines, escape sequences, invisible characters.
-
-    Args:
-        name (`object`): a file name, a class name or any other text from outside.
-
-    Returns:
-        `str`: the text with every character that is not printable as its escape in Python.
-
-    Example:
-
-    ```python
-    >>> printable("cat\n\x1b[2J.jpg")
-    'cat\\n\\x1b[2J.jpg'
-    ```
-    """
+    """Escape characters from outside that a terminal or a page would not show as they are, such as newlines."""
     text = str(name)
     if text.isprintable():
         return text
@@ -30,13 +16,7 @@ def printable(name: object) -> str:
 
 
 def unknown_value(what: str, value: object, allowed: Iterable[str]) -> str:
-    """Write the message for a value that is none of those allowed, with the one that was probably meant.
-
-    Args:
-        what (`str`): how the message begins, such as "recipe".
-        value (`object`): the value.
-        allowed (iterable of `str`): what is allowed.
-    """
+    """Write the message for a value that is none of those allowed, with the one that was probably meant."""
     allowed, text = list(allowed), str(value).lower()
     close = [word for word in allowed if text and word.startswith(text)] or get_close_matches(text, allowed, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""

@@ -94,14 +94,7 @@ def predicted_classes(logits: Any, labels: Any) -> tuple[Any, Any]:
 
 
 def classes_and_confidence(predictions: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """Get class indices and, where they are known, their probabilities from the predictions of an evaluation.
-
-    Args:
-        predictions (`numpy.ndarray` or `tuple`): see [`metrics_of_predictions`].
-
-    Returns:
-        `tuple`: N class indices; N probabilities, or None.
-    """
+    """Get N class indices and, where they are known, their N probabilities from the predictions of an evaluation."""
     first, *others = predictions if isinstance(predictions, tuple) else (predictions,)
     first = np.asarray(first)
     if first.ndim == 2:
@@ -112,12 +105,9 @@ def classes_and_confidence(predictions: Any) -> tuple[np.ndarray, np.ndarray | N
 
 
 class ConfidentErrors(NamedTuple):
-    """Hold the errors that a model is most confident of, the most confident first.
+    """Hold the k errors that a model is most confident of, the most confident first.
 
-    Args:
-        indices (`numpy.ndarray` of shape `(k,)`): rows of the dataset that was evaluated.
-        predicted, true (`numpy.ndarray` of shape `(k,)`): class indices.
-        confidence (`numpy.ndarray` of shape `(k,)`): probabilities of the predicted classes.
+    `indices` are rows of the dataset that was evaluated; `confidence` is the probability of the predicted class.
     """
 
     indices: np.ndarray
@@ -136,16 +126,6 @@ def confident_errors(predictions: Any, labels: np.ndarray, count: int = 16) -> C
 
     Returns:
         [`ConfidentErrors`] or `None`: None where the probabilities are not known.
-
-    Example:
-
-    ```python
-    >>> import numpy as np
-    >>> from entame_hf.metrics import confident_errors
-
-    >>> confident_errors(np.array([[4.0, 0.0], [0.0, 9.0], [0.0, 1.0]]), np.array([1, 0, 1])).indices
-    array([1, 0])
-    ```
     """
     classes, confidence = classes_and_confidence(predictions)
     if confidence is None:
@@ -165,14 +145,10 @@ _OF_THE_MACHINE = ("_runtime", "_per_second", "_time", "_delta")
 
 
 def evaluation_metrics(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Get what an evaluation measured of the model, from one entry of a log history.
+    """Get what an evaluation measured of the model, from one entry of `trainer.state.log_history`.
 
-    Args:
-        entry (`dict`): one entry of `trainer.state.log_history`.
-
-    Returns:
-        `dict[str, float]`: plain numbers without the prefix `eval_`, such as `{"loss": 0.3, "accuracy": 0.9}`; empty
-        for an entry of another kind. Metrics that are no single number are left out.
+    Plain numbers without the prefix `eval_`, such as `{"loss": 0.3, "accuracy": 0.9}`; empty for an entry of another
+    kind. Metrics that are no single number are left out.
     """
     numbers = {}
     for key, value in entry.items():
@@ -185,14 +161,9 @@ def evaluation_metrics(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Evaluation(NamedTuple):
-    """Hold what is known of the weights that a model holds.
+    """Hold what is known of the weights that a model holds, after the optimizer step `step`.
 
-    Args:
-        metrics (`dict[str, float]`): see [`evaluation_metrics`]; empty where nothing was evaluated.
-        step (`int`, *optional*): the optimizer step of the weights.
-        confusion (`numpy.ndarray` of shape `(M, M)`, *optional*):
-            Counts of examples, true classes by predicted ones, up to the last class that was seen: M ≤ C.
-        errors ([`ConfidentErrors`], *optional*): where probabilities were evaluated.
+    `confusion` (M, M) counts examples, true classes by predicted ones, up to the last class that was seen: M ≤ C.
     """
 
     metrics: dict[str, float]
@@ -202,14 +173,7 @@ class Evaluation(NamedTuple):
 
 
 class ClassScores(NamedTuple):
-    """Hold the scores of every class, by index.
-
-    Args:
-        precision (`numpy.ndarray` of shape `(C,)`): the fraction of the predictions of a class that are right.
-        recall (`numpy.ndarray` of shape `(C,)`): the fraction of the examples of a class that are found.
-        f1 (`numpy.ndarray` of shape `(C,)`): their harmonic mean.
-        support (`numpy.ndarray` of shape `(C,)`): the number of examples of a class.
-    """
+    """Hold the precision, the recall, their harmonic mean F1 and the number of examples of every class, by index."""
 
     precision: np.ndarray
     recall: np.ndarray
@@ -218,24 +182,7 @@ class ClassScores(NamedTuple):
 
 
 def class_scores(confusion: np.ndarray) -> ClassScores:
-    """Compute precision, recall and F1 of every class.
-
-    Args:
-        confusion (`numpy.ndarray` of shape `(C, C)`): counts of examples, true classes by predicted ones.
-
-    Returns:
-        [`ClassScores`]: a score of 0/0 is 0.
-
-    Example:
-
-    ```python
-    >>> import numpy as np
-    >>> from entame_hf.metrics import class_scores
-
-    >>> class_scores(np.array([[3, 1], [0, 4]])).precision
-    array([1. , 0.8])
-    ```
-    """
+    """Compute the scores of every class from counts of examples (C, C), true classes by predicted ones; 0/0 is 0."""
     true, predicted = confusion.nonzero()
     counts, labels = confusion[true, predicted], range(len(confusion))
     precision, recall, f1, _ = precision_recall_fscore_support(

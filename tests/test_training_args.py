@@ -81,7 +81,8 @@ def test_a_copy_of_the_arguments_changes_nothing(tmp_path, recipe, given, copied
     ids=["left-out", "named", "refused"],
 )
 def test_an_option_without_a_value_is_true(typed, expected):
-    (args,) = OptionParser([HeadArguments], "").parse(typed)
+    parser = OptionParser([HeadArguments], "")
+    (args,) = parser.build(parser.given(typed))
     assert args.freeze_statistics is expected
 
 

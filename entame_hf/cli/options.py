@@ -90,10 +90,6 @@ class OptionParser(HfArgumentParser):
         self.options[name] = action
         return action
 
-    def parse(self, argv: list[str], defaults: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Parse the arguments of a process."""
-        return self.build({**(defaults or {}), **self.given(argv)})
-
     def given(self, argv: list[str]) -> dict[str, Any]:
         """Find the values that a command line sets, by the names of the options; defaults are left out."""
         if argv and Path(argv[0]).suffix in FILES:

@@ -25,10 +25,6 @@ MOST_LISTED, WORST = 100, 50
 def write_model_card(folder: str | Path, facts: CardFacts) -> None:
     """Write README.md into a folder, and keep what people wrote into the one that is there.
 
-    Args:
-        folder (`str` or `Path`): it exists.
-        facts ([`CardFacts`]): what the card says.
-
     Raises:
         InputError: the metadata of the README.md that is there cannot be read; the file is left as it is.
     """
@@ -38,14 +34,7 @@ def write_model_card(folder: str | Path, facts: CardFacts) -> None:
 
 
 def render_card(facts: CardFacts) -> str:
-    """Fill the template in.
-
-    Args:
-        facts ([`CardFacts`]): what the card says.
-
-    Returns:
-        `str`: metadata and Markdown, with the marks that [`update_card`] looks for.
-    """
+    """Fill the template in: metadata and Markdown, with the marks that [`update_card`] looks for."""
     data, confusion = _metadata(facts), facts.evaluation.confusion
     card = ModelCard.from_template(
         data,

@@ -25,14 +25,9 @@ def is_hub_id(name: str | None) -> bool:
 
 @cache
 def license_of(base: str | None) -> dict[str, str]:
-    """Read the license in a base model's card.
+    """Read `license`, `license_name` and `license_link` from a base model's card; empty where it cannot be read.
 
-    Args:
-        base (`str`, *optional*): an id on the Hub, or a local folder.
-
-    Returns:
-        `dict`: `license`, and `license_name` and `license_link` if the card has them. A link has the scheme http or
-        https. The `dict` is empty if there is no card, or it cannot be read.
+    `base` is an id on the Hub or a local folder. A link has the scheme http or https.
     """
     file = Path(base or "", "README.md")
     if not base or not (file.is_file() or is_hub_id(base)):

@@ -32,15 +32,9 @@ def metadata_comment(values: dict[str, Any]) -> str:
 def update_card(existing: str | None, generated: str) -> str:
     """Renew the generated part of a model card, and keep what people wrote.
 
-    Args:
-        existing (`str`, *optional*): the card that is there.
-        generated (`str`): the card as the template writes it, with marks and metadata.
-
-    Returns:
-        `str`: the updated card. The generated text replaces the text between the marks. A card without marks gets it
-        at the end; Trainer's own card is replaced unless somebody completed a section of it. A metadata key that a
-        person added, changed or removed stays so; the others are renewed, and so is `model-index`. A second update
-        changes nothing.
+    The generated text replaces the text between the marks. A card without marks gets it at the end; Trainer's own card
+    is replaced unless somebody completed a section of it. A metadata key that a person added, changed or removed stays
+    so; the others are renewed, and so is `model-index`. A second update changes nothing.
 
     Raises:
         InputError: the metadata of the existing card cannot be read.

@@ -62,19 +62,14 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 def collect_features(
     model: nn.Module, heads: list[Head], batches: Iterable[Any], max_samples: int, num_classes: int | None = None
 ) -> list[HeadFeatures]:
-    """Run a model over images in eval mode and keep what its heads read.
+    """Run a model over images in eval mode and keep what its heads read: one [`HeadFeatures`] a head, in their order.
 
     Args:
-        model (`torch.nn.Module`): left as it is.
-        heads (`list[Head]`): what [`find_heads`] finds in it.
         batches (iterable):
             This process's: mappings of the model's inputs and `labels`, or pairs of images and labels. Labels are
             class indices, negative where an image is to be ignored, or rows of probabilities, whose largest counts.
         max_samples (`int`): images that are kept in this process; no batch is read after them.
         num_classes (`int`, *optional*): C; a label must be below it.
-
-    Returns:
-        `list[HeadFeatures]`: one for each head, in the same order; without rows where evaluation does not use it.
 
     Raises:
         InputError: a batch has another form, or a label is none of the classes.
@@ -121,17 +116,9 @@ def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
 
 
 def class_indices(labels: Tensor, num_classes: int | None = None) -> Tensor:
-    """Convert labels to one class an image: the largest of a row of probabilities.
+    """Convert labels (N,) or (N, C) to int64 class indices, negative where the image is ignored.
 
-    Args:
-        labels (`torch.Tensor` of shape `(N,)` or `(N, C)`): class indices, or floating rows of probabilities.
-        num_classes (`int`, *optional*): C; a label must be below it.
-
-    Returns:
-        `torch.Tensor` of shape `(N,)`: int64; negative where the image is ignored.
-
-    Raises:
-        InputError: a label is none of the classes.
+    Of a row of probabilities, the largest counts. Labels must be below `num_classes`.
     """
     if labels.is_floating_point():
         if labels.ndim != 2 or num_classes not in (None, labels.shape[1]):
@@ -147,15 +134,7 @@ def class_indices(labels: Tensor, num_classes: int | None = None) -> Tensor:
 
 
 def run_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model on a batch's inputs, in its device and dtype.
-
-    Args:
-        model (`torch.nn.Module`): transformers' models take inputs by name, all others by position.
-        inputs (`torch.Tensor` or mapping of them): without labels.
-
-    Returns:
-        What the model returns.
-    """
+    """Call a model on a batch's inputs, in its device and dtype; transformers' models take inputs by name."""
     weight = next(model.parameters())
 
     def ready(value: Any) -> Any:

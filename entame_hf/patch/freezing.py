@@ -46,12 +46,7 @@ def frozen_backbone(model: nn.Module, heads: list[Head]) -> Iterator[None]:
 
 @contextmanager
 def frozen_backbone_parameters(model: nn.Module, heads: list[Head]) -> Iterator[None]:
-    """Freeze all parameters but the heads' while this context lasts; running statistics still move.
-
-    Args:
-        model (`torch.nn.Module`): an image classifier.
-        heads (`list[Head]`): what [`find_heads`] finds in it.
-    """
+    """Freeze all parameters but the heads' while this context lasts; running statistics still move."""
     learning = {id(parameter) for head in heads for parameter in head.module.parameters()}
     frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in learning]
     for parameter in frozen:

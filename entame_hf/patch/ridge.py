@@ -25,13 +25,8 @@ VALUES_AT_ONCE = 2**23
 class Ridge(NamedTuple):
     """A linear map from standardised features to classes, and what it says of unseen images.
 
-    Args:
-        weight (`torch.Tensor` of shape `(C, K)`): float64.
-        centre (`torch.Tensor` of shape `(K,)`): float64, where logits are to be zero; zero unless classes
-            are weighted.
-        alpha (`float`): the penalty α.
-        accuracy (`float`): the leave-one-out accuracy.
-        samples (`int`): images.
+    `weight` (C, K) and `centre` (K,) are float64; the centre, where logits are to be zero, is zero unless classes are
+    weighted. `accuracy` leaves one image out.
     """
 
     weight: Tensor

@@ -123,11 +123,7 @@ def pretrained_cfg(model: PreTrainedModel) -> dict[str, Any]:
 def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Iterator[None]:
     """Complete a model's config for saving: what was done to the model, and what timm and transformers both read.
 
-    Models may share one config object, so it is restored afterwards.
-
-    Args:
-        model (`torch.nn.Module`): the model that is saved; nothing happens unless it is a `PreTrainedModel`.
-        adaptation (`dict`, *optional*): see [`describe_adaptation`].
+    Models may share one config object, so it is restored afterwards. Only a `PreTrainedModel` has one.
     """
     if not isinstance(model, PreTrainedModel):
         yield

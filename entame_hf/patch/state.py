@@ -118,11 +118,7 @@ def has_config(leaf: nn.Module, config: EntameConfig) -> bool:
 
 
 def applied_config(model: nn.Module) -> EntameConfig | None:
-    """Get the configuration that is applied to a model's heads; None without one, or where heads differ.
-
-    Args:
-        model (`torch.nn.Module`): a model, or a wrapper of one that [`apply_entame`] was given.
-    """
+    """Get the configuration that is applied to a model's heads; None without one, or where heads differ."""
     found = {path: config for path, leaf in leaves(model) if (config := head_config(leaf)) is not None}
     configs = set(found.values())
     if len(configs) != 1:
@@ -208,17 +204,10 @@ _version = cache(version)
 def describe_adaptation(
     model: nn.Module, method: str | None, learning_rate: float, head_lr: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Describe how a model was adapted, for its saved config and its model card.
+    """Describe how a model was adapted, for its saved config and its model card; None where nothing was applied to it.
 
-    Args:
-        model (`torch.nn.Module`): the model in training.
-        method (`str`, *optional*):
-            Name of the method that was asked for. Defaults to the applied configuration's, and must match it.
-        learning_rate (`float`): γ, the peak learning rate.
-        head_lr (`dict`, *optional*): the head learning rate that was asked for, and the peaks that were used.
-
-    Returns:
-        `dict` or `None`: plain types that JSON can hold; None where nothing was applied to the model.
+    The method that was asked for is named if it matches the configuration. `head_lr` says which head learning rate was
+    asked for, and which peaks were used.
     """
     config = applied_config(model)
     if config is None:

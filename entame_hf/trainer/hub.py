@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 from transformers.utils import logging
@@ -48,9 +48,7 @@ PAUSES = (1, 4)
 REFUSED = (400, 401, 403, 404)
 
 
-def check_push(
-    repo: str, *, token: str | None = None, private: bool | None = None, revision: str | None = None
-) -> str:
+def check_push(repo: str, token: str | None = None, private: bool | None = None, revision: str | None = None) -> str:
     """Check that a model can be pushed, and create its repository and branch if they are missing.
 
     Raises:
@@ -94,16 +92,6 @@ def check_push(
     except (HTTPError, OSError) as error:
         raise InputError(f"`push_to_hub` is set, but the Hub cannot be reached: {reason_of(error)}.") from error
     return repo
-
-
-def check_push_of(args: TrainingArguments, token: str | None = None, private: bool | None = None) -> str:
-    """Make sure that a run's model can be pushed: `token` and `private` override the arguments'."""
-    return check_push(
-        args.hub_model_id or Path(str(args.output_dir)).absolute().name,
-        token=token or args.hub_token,
-        private=args.hub_private_repo if private is None else private,
-        revision=args.hub_revision,
-    )
 
 
 def upload(

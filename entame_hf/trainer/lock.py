@@ -26,11 +26,8 @@ _held: set[Path] = set()
 def locked_output_dir(folder: str | Path, is_writer: bool = True) -> Iterator[None]:
     """Hold an output folder for this process while this context lasts; if the process dies, the system lets go of it.
 
-    Input that is refused within leaves the folder as it was; one that was made for it is removed.
-
-    Args:
-        folder (`str` or `Path`): the run's output folder; it is made if it is missing.
-        is_writer (`bool`, *optional*, defaults to `True`): whether this process writes there; others hold nothing.
+    Input that is refused within leaves the folder as it was; one that was made for it is removed. A process that is no
+    writer holds nothing.
 
     Raises:
         InputError: another process holds the folder; the message names its id and its host.

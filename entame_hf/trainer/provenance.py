@@ -52,28 +52,29 @@ def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
     check_labels(trainer)
     facts = _facts(trainer)
     if checkpoint is not None:
-        saved = _read(Path(checkpoint, PROVENANCE))
-        if saved is None:
+        file, differences = Path(checkpoint, PROVENANCE), []
+        try:
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            differences = _differences(saved["facts"], facts)
+            if not differences:
+                _restore(trainer, checkpoint, saved["options"])
+                check_numbers(trainer.args)
+                _name_unknown(facts)
+        except FileNotFoundError:
             logger.warning(
                 f"{checkpoint} does not say what it was trained on: make sure that classes, examples, model and "
                 "options are the same."
             )
-        else:
-            differences = []
-            try:
-                differences = _differences(saved["facts"], facts)
-                if not differences:
-                    _restore(trainer, checkpoint, saved["options"])
-                    check_numbers(trainer.args)
-            # Values of other types than a run writes.
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise InputError(_damaged(Path(checkpoint, PROVENANCE))) from error
-            if differences:
-                raise InputError(
-                    f"{checkpoint} was trained on something else. {'; '.join(differences)}. Resume with the same, or "
-                    "start a new run in another `output_dir`."
-                )
-            _name_unknown(facts)
+        # Values of other types than a run writes.
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(
+                f"{file} is damaged. Resume from another checkpoint, `resume_from_checkpoint=FOLDER`."
+            ) from error
+        if differences:
+            raise InputError(
+                f"{checkpoint} was trained on something else. {'; '.join(differences)}. Resume with the same, or "
+                "start a new run in another `output_dir`."
+            )
     return {"facts": facts, "options": _options(trainer)}
 
 
@@ -105,21 +106,14 @@ def _facts(trainer: Any) -> Options:
     parameters = list(trainer.model.parameters())
     head = trainer.heads()[0].module
     known = isinstance(model, PreTrainedModel)
-    evaluated = trainer.eval_dataset
     facts = {
         "classes": class_names(model.config) if known else num_classes(head),
         "model": model.config.architecture if known and timm_model(model) is not None else type(model).__name__,
         "parameters": sum(map(_count, parameters)),
         "trained parameters": sum(_count(parameter) for parameter in parameters if parameter.requires_grad),
         "optimizer": _optimizer(trainer),
-        "training examples": fingerprint(trainer.train_dataset),
-        "evaluation examples": (
-            {name: fingerprint(dataset) for name, dataset in evaluated.items()}
-            if isinstance(evaluated, dict)
-            else None
-            if evaluated is None
-            else fingerprint(evaluated)
-        ),
+        "training examples": _fingerprints(trainer.train_dataset),
+        "evaluation examples": _fingerprints(trainer.eval_dataset),
         "images": _images(trainer),
         "`recipe`": own.recipe,
         "`freeze_backbone`": own.freeze_backbone,
@@ -131,6 +125,12 @@ def _facts(trainer: Any) -> Options:
     if args.auto_find_batch_size:
         del facts["examples per step"]
     return json.loads(json.dumps(facts))
+
+
+def _fingerprints(dataset: Any) -> Options | None:
+    if isinstance(dataset, dict):
+        return {name: fingerprint(each) for name, each in dataset.items()}
+    return None if dataset is None else fingerprint(dataset)
 
 
 def _count(parameter: Any) -> int:
@@ -153,12 +153,17 @@ def _optimizer(trainer: Any) -> str:
 def _images(trainer: Any) -> str | None:
     """Describe the size of images and how their values are scaled, as far as it is known."""
     dataset = trainer.train_dataset
+    if not isinstance(dataset, ClassificationDataset | StreamingDataset):
+        return image_size(trainer.processing_class)
+    preparation = dataset.pipeline.preparation
+    scaling = [f"{value:.3g}" for value in (*preparation.scale.flatten(), *preparation.shift.flatten())]
+    return f"{_size(preparation.output_size)}, scaled by {', '.join(scaling)}"
+
+
+def image_size(processor: Any) -> str | None:
+    """Describe the size of images that a processor gives, if it gives images of one size."""
     try:
-        if isinstance(dataset, ClassificationDataset | StreamingDataset):
-            preparation = dataset.pipeline.preparation
-            scaling = [f"{value:.3g}" for value in (*preparation.scale.flatten(), *preparation.shift.flatten())]
-            return f"{_size(preparation.output_size)}, scaled by {', '.join(scaling)}"
-        return _size(output_size(trainer.processing_class))
+        return _size(output_size(processor))
     # Another processor than an image processor, or one whose images differ in size.
     except (InputError, AttributeError, TypeError, ValueError):
         return None
@@ -183,23 +188,6 @@ def _options(trainer: Any) -> Options:
 
 def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
-
-
-def _read(file: Path) -> Any:
-    """Read a checkpoint's description; None if it has none."""
-    if not file.exists():
-        return None
-    try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        if all(isinstance(saved[name], dict) for name in ("facts", "options")):
-            return saved
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise InputError(_damaged(file))
-
-
-def _damaged(file: Path) -> str:
-    return f"{file} is damaged. Resume from another checkpoint, `resume_from_checkpoint=FOLDER`."
 
 
 def _differences(saved: Options, facts: Options) -> list[str]:

@@ -16,12 +16,12 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..config import noise_to_signal_ratio
-from ..data import ClassificationDataset, StreamingDataset, cores, output_size
-from ..errors import InputError
+from ..data import ClassificationDataset, StreamingDataset, cores
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
 from ..metrics import Evaluation
 from ..model_card import CardFacts, is_hub_id, license_of, write_model_card
 from ..patch import class_names, describe_adaptation
+from .provenance import image_size
 
 logger = logging.get_logger(__name__)
 
@@ -180,21 +180,12 @@ def _training(trainer: Any) -> dict[str, Any]:
     return {
         "recipe": trainer.head_args.recipe,
         "training images": len(train) if has_length(train) else None,
-        "image size": _image_size(trainer.processing_class),
+        "image size": image_size(trainer.processing_class),
         "augmentation": _augmentation(train),
         "hardware": f"{args.world_size} × {device}" + (f", {cores()} cores" if args.device.type == "cpu" else ""),
         "weights": None if dtype == "float32" else f"saved in {dtype}, evaluated in float32",
         "duration": _duration(runtimes[-1]) if runtimes else None,
     }
-
-
-def _image_size(processor: Any) -> str | None:
-    try:
-        height, width = output_size(processor)
-    # Another processor than an image processor, or one whose images differ in size.
-    except (InputError, AttributeError, TypeError, ValueError):
-        return None
-    return f"{height} × {width} px"
 
 
 def _augmentation(dataset: Any) -> str | None:

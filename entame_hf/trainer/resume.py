@@ -153,14 +153,7 @@ def last_intact_checkpoint(folder: str | Path) -> str | None:
 
 
 def find_checkpoint(asked: str | Literal[True], args: TrainingArguments) -> str:
-    """Find the checkpoint that a run resumes from.
-
-    Args:
-        asked (`str` or `True`): a checkpoint's folder; `True`, `"last"` or `"true"` for the newest intact one.
-        args (`TrainingArguments`): the run's.
-
-    Returns:
-        `str`: the checkpoint's folder.
+    """Find the checkpoint that a run resumes from; `True`, `"last"` and `"true"` ask for the newest intact one.
 
     Raises:
         InputError: there is none, or it cannot be resumed from.

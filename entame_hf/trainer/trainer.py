@@ -28,7 +28,7 @@ from .energies import EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
 from .files import explained_write_errors, make_output_dir, save_metrics, write_file
 from .head_lr import HeadRates
-from .hub import CheckpointUploads, HubTarget, check_push_of, push_folder
+from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
 from .loader import explained_inputs, has_batch_norm, mean_batch_size, place_in_stream, prepared_loader
@@ -413,7 +413,10 @@ class EntameTrainer(Trainer):
     # Trainer finds out about a read-only token, a missing branch or a public repository after the training.
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         if self.is_world_process_zero():
-            self.hub_model_id = check_push_of(self.args, token, private)
+            args = self.args
+            repo = args.hub_model_id or Path(args.output_dir).absolute().name
+            private = args.hub_private_repo if private is None else private
+            self.hub_model_id = check_push(repo, token or args.hub_token, private, args.hub_revision)
             self.push_in_progress = None
 
     # Trainer's card does not know what was done to the model, and draws nothing.

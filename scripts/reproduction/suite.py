@@ -141,12 +141,12 @@ class Suite:
 def run_arguments(settings: Settings, **ours: Any) -> RunArguments:
     """Build a run's arguments from its settings, which override `ours`."""
     given = {name: value for name, value in settings.items() if not name.startswith(_NOT_ARGUMENTS)}
-    argv = []
+    parser, argv = _parser(), []
     for name, value in (ours | given).items():
         if value is not None:
             values = value if isinstance(value, list) else [value]
             argv += [f"--{name}", *map(_word, values)]
-    return _parser().parse(argv)[0]
+    return parser.build(parser.given(argv))[0]
 
 
 def _word(value: Any) -> str:
