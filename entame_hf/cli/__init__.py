@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
@@ -34,6 +35,8 @@ def main(argv: list[str] | None = None) -> None:
     elif any(option in ("-h", "--help") for option in argv[1:]):
         print(Path(__file__).with_name("help").joinpath(f"{command}.txt").read_text(encoding="utf-8"), end="")
     else:
+        # Torch reads it when it is imported. Below errors, DDP says that a model has no unused parameters.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # DeepSpeed says wherever it is installed that it found no accelerator.
         logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
         from .launch import run_command

@@ -71,12 +71,18 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
         if trainer.attempts:
             clear_entame_state(model)
         explain_precedence(trainer.entame, own, model)
+        batch_size = trainer._train_batch_size * args.world_size
+        if config.feature_norm and config.momentum == 1 and batch_size < SMALL_BATCH and not own.znorm_refresh_samples:
+            logger.warning(
+                f"Evaluation will use the feature statistics of one batch of {batch_size}, which is noisy: below "
+                f"{SMALL_BATCH}, pass `znorm_refresh_samples=1000`."
+            )
         start_heads(
             model,
             config,
             learning_rate=args.learning_rate,
             seed=args.seed,
-            batch_size=trainer._train_batch_size * args.world_size,
+            batch_size=batch_size,
             accumulation=args.gradient_accumulation_steps,
         )
         if not has_finite_weights(model):
@@ -143,11 +149,6 @@ def start_heads(
     # A generator of its own: the same seed gives the same head, and the order of the data stays what it was.
     generator = torch.Generator().manual_seed(seed)
     apply_entame(model, config, learning_rate=learning_rate, generator=generator)
-    if config.feature_norm and config.momentum == 1 and batch_size < SMALL_BATCH:
-        logger.warning(
-            f"Evaluation will use the feature statistics of one batch of {batch_size}, which is noisy: "
-            f"below {SMALL_BATCH}, pass `znorm_momentum=0.1`."
-        )
     if config.init == "mei" and learning_rate > 0:
         classes = num_classes(heads[0].module)
         ratio = noise_to_signal_ratio(config, classes, learning_rate, batch_size * accumulation)

@@ -41,13 +41,14 @@ class TestEnergyLogNeverStopsATraining:
         assert shares[:1] == (pytest.approx([1 / 9], abs=1e-4) if form == "hidden" else [])
 
 
-def test_small_batches_are_warned_about(tmp_path, tiny_vit, monkeypatch):
+@pytest.mark.parametrize("remedy", [{"znorm_momentum": 0.1}, {"znorm_refresh_samples": 64}], ids=str)
+def test_small_batches_are_warned_about(tmp_path, tiny_vit, monkeypatch, remedy):
     messages = []
     monkeypatch.setattr("entame_hf.trainer.start.logger.warning", messages.append)
     EntameTrainer(copy.deepcopy(tiny_vit), arguments(tmp_path), train_dataset=RandomImages(64)).train()
-    assert any("znorm_momentum" in message for message in messages)
+    assert any("`znorm_refresh_samples=1000`" in message for message in messages)
     messages.clear()
-    args = arguments(tmp_path, znorm_momentum=0.1, phi_w=1e-16)
+    args = arguments(tmp_path, **remedy, phi_w=1e-16)
     EntameTrainer(copy.deepcopy(tiny_vit), args, train_dataset=RandomImages(64)).train()
     assert messages == []
 
