@@ -64,7 +64,9 @@ class Console(TrainerCallback):
         if "loss" not in logs or self._bar is None:
             return
         now, steps = time.monotonic(), state.global_step - self._last
-        images = steps * args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        # That of the run, which auto_find_batch_size may have made smaller.
+        batch = state.train_batch_size or args.train_batch_size
+        images = steps * batch * args.gradient_accumulation_steps * args.world_size
         rate = images / max(now - self._line_at - self._elsewhere, 1e-9)
         done = max(state.global_step - self._first, 1)
         left = (now - self._start) / done * (state.max_steps - state.global_step)

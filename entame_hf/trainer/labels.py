@@ -10,12 +10,10 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 
 from ..errors import InputError
 from ..heads import base_model
+from ..metrics import IGNORED_LABEL
 
 # How far the sum of a row of shares may be from 1: bfloat16 keeps three digits.
 TOLERANCE = 0.01
-
-# PyTorch's losses leave examples with this label out.
-IGNORED = -100
 
 
 class LabelReader:
@@ -53,7 +51,7 @@ class LabelReader:
         return inputs if converted is labels else {**inputs, "labels": converted}
 
     def _counted(self, indices: Tensor) -> Tensor:
-        return indices >= 0 if self.has_own_loss else indices != IGNORED
+        return indices >= 0 if self.has_own_loss else indices != IGNORED_LABEL
 
     @torch.no_grad()
     def _note_range(self, indices: Tensor, classes: int) -> None:
@@ -99,8 +97,8 @@ class LabelReader:
                 raise InputError(too_few_classes("The labels", highest, self._classes))
             if lowest < 0:
                 raise InputError(
-                    f"The labels have {lowest}, and classes are counted from 0 to {self._classes - 1}. Give {IGNORED} "
-                    "to examples that should not count, and an index of a class to all others."
+                    f"The labels have {lowest}, and classes are counted from 0 to {self._classes - 1}. Give "
+                    f"{IGNORED_LABEL} to examples that should not count, and an index of a class to all others."
                 )
         if worst is not None and not float(worst) <= TOLERANCE:
             raise InputError(

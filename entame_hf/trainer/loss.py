@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import TrainingArguments
+from transformers.utils import logging
 
 from ..errors import InputError
+from ..heads import num_classes
 from ..layers import widen
 from ..metrics import IGNORED_LABEL
 from .labels import has_several_labels
+
+logger = logging.get_logger(__name__)
 
 
 class ClassificationLoss:
@@ -61,6 +65,11 @@ class CustomLoss:
     def __init__(self, function: Callable[..., Any], args: TrainingArguments) -> None:
         self.function, self.args = function, args
         self._returns_mean: bool | None = None
+        if args.label_smoothing_factor:
+            logger.warning(
+                f"`label_smoothing_factor={args.label_smoothing_factor:g}` has no effect: compute_loss_func computes "
+                "the loss. Leave one of them out."
+            )
 
     def __call__(self, outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         is_split = self.args.gradient_accumulation_steps > 1 or self.args.world_size > 1
@@ -123,17 +132,23 @@ class OverflowFilter:
         return mean * total / finite if finite else math.nan
 
 
-def read_class_weights(weights: Any, model: Any, classes: int) -> Tensor:
+def read_class_weights(weights: Any, trainer: Any) -> Tensor:
     """Convert class weights to a tensor (C,).
 
     Raises:
-        InputError: the model's images have several labels each, or the weights are not one finite number a class.
+        InputError: the loss is the user's own, the model's images have several labels each, or the weights are not one
+            finite number a class.
     """
-    if has_several_labels(model):
+    if trainer.compute_loss_func is not None:
+        raise InputError(
+            "compute_loss_func computes the loss, and class_weights have no effect on it. Give one of them."
+        )
+    if has_several_labels(trainer.model):
         raise InputError(
             "class_weights are about images of one class, and this model's problem_type is "
             "multi_label_classification. Leave them out, or give compute_loss_func."
         )
+    classes = num_classes(trainer.heads()[0].module)
     try:
         tensor = torch.as_tensor(weights)
     # Lists of other things than numbers.

@@ -19,7 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import EntameConfig
 from ..data import BatchDataset
-from ..heads import TIMM_PREFIX, Head, find_heads, num_classes
+from ..heads import TIMM_PREFIX, Head, find_heads
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, hide_energies
@@ -117,8 +117,7 @@ class EntameTrainer(Trainer):
         # Most vision models take **kwargs and scale nothing. Trainer takes their loss for one that is divided already:
         # gradients would grow with gradient accumulation (transformers#47688).
         self.model_accepts_loss_kwargs = False
-        if class_weights is not None:
-            class_weights = read_class_weights(class_weights, self.model, num_classes(self.heads()[0].module))
+        class_weights = None if class_weights is None else read_class_weights(class_weights, self)
         if class_weights is not None or self.label_smoother is not None:
             # Trainer's own takes the logarithm in the dtype of the logits.
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
@@ -274,8 +273,10 @@ class EntameTrainer(Trainer):
         with self.energies.watching(), self.head_rates.watching():
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         rounded = loss.dtype.itemsize < 4 or self.accelerator.mixed_precision != "no"
-        own = self.compute_loss_func is None and self.label_smoother is None
-        if rounded and own and are_classes(labels, self.model):
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            # The model got no labels and gave no loss, which Trainer expects in front.
+            outputs = (loss, *outputs) if isinstance(outputs, tuple) else outputs
+        elif rounded and are_classes(labels, self.model):
             loss = ClassificationLoss()(outputs, labels)
         if model.training and self.is_in_train:
             if self.compute_loss_func is None and self.mean_batch_size is not None:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from conftest import RandomImages
 from torch.nn.functional import cross_entropy, log_softmax, nll_loss, one_hot
-from transformers import ViTForImageClassification
+from transformers import PreTrainedConfig, ViTForImageClassification
 from transformers.trainer_pt_utils import LabelSmoother
 
-from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError
 from entame_hf.data.columns import balanced_class_weights
+from entame_hf.metrics import metrics_of_predictions
 from entame_hf.trainer.labels import are_shares
 from entame_hf.trainer.loss import ClassificationLoss
 
@@ -114,6 +115,53 @@ def test_class_weights_are_not_for_several_labels_an_image(tiny_vit, tmp_path):
     tiny_vit.config.problem_type = "multi_label_classification"
     with pytest.raises(InputError, match="give compute_loss_func"):
         step(tiny_vit, RandomImages(20), tmp_path, class_weights=torch.ones(10))
+
+
+def test_class_weights_are_not_for_a_loss_of_ones_own(tiny_vit, tmp_path):
+    with pytest.raises(InputError, match="class_weights have no effect"):
+        step(tiny_vit, RandomImages(20), tmp_path, class_weights=torch.ones(10), compute_loss_func=a_mean)
+
+
+def test_a_loss_of_ones_own_is_not_smoothed_and_says_so(tiny_vit, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("entame_hf.trainer.loss.logger.warning", said.append)
+    smoothed, _ = step(
+        copy.deepcopy(tiny_vit), RandomImages(20), tmp_path, compute_loss_func=a_mean, label_smoothing_factor=0.1
+    )
+    assert len(said) == 1
+    assert smoothed == step(tiny_vit, RandomImages(20), tmp_path, compute_loss_func=a_mean)[0]
+
+
+class Tuples(torch.nn.Module):
+    """A model that returns a tuple, with the loss in front if it gets labels."""
+
+    config = PreTrainedConfig(num_labels=10)
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(3 * 32 * 32, 10)
+
+    def forward(self, pixel_values, labels=None):
+        logits = self.head(pixel_values.flatten(1))
+        return (logits,) if labels is None else (cross_entropy(logits, labels), logits)
+
+
+@pytest.mark.parametrize("whose", ["the model's", "smoothed", "weighted", "the user's"])
+def test_tuples_are_evaluated_whoever_computes_the_loss(tmp_path, whose):
+    args = EntameTrainingArguments(
+        str(tmp_path), max_steps=1, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
+        label_smoothing_factor=0.1 if whose == "smoothed" else 0.0,
+    )  # fmt: skip
+    data = RandomImages(20)
+    trainer = EntameTrainer(
+        Tuples(), args, train_dataset=data, eval_dataset=data, entame=EntameConfig(head="head"),
+        class_weights=torch.ones(10) if whose == "weighted" else None,
+        compute_loss_func=(lambda out, y, **_: cross_entropy(out[0], y)) if whose == "the user's" else None,
+        compute_metrics=metrics_of_predictions(),
+    )  # fmt: skip
+    trainer.train()
+    assert "eval_accuracy" in trainer.evaluate()
+    assert any("energy/noise_share" in entry for entry in trainer.state.log_history)
 
 
 def a_mean(outputs, labels, num_items_in_batch=None):
