@@ -26,7 +26,7 @@ from ..data import (
 )
 from ..errors import InputError
 from ..metrics import metrics_of_predictions, predicted_classes
-from ..trainer import EntameTrainer, locked_output_dir
+from ..trainer import EntameTrainer, check_finite, locked_output_dir
 from .app import write_app
 from .arguments import ModelArguments, RunArguments
 from .console import Console, Patience, say
@@ -102,7 +102,7 @@ def build_trainer(
 def train_and_save(
     trainer: EntameTrainer, options: dict[str, Any], test: Any = None, *, introduces: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Train, evaluate what is saved, and write model, metrics, card and the options that were given."""
+    """Train, evaluate, and write model, metrics, card and the options that were given."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     claim = ClaimFolder(folder, options)
     trainer.add_callback(claim)
@@ -114,9 +114,10 @@ def train_and_save(
         # Stops a run that lost too many images in its only epoch.
         train: Any = trainer.train_dataset
         train.gather_unreadable()
+        found = {"train": result.metrics, "eval": trainer.evaluate()}
+        check_finite(trainer.model, args, trainer.state, {"eval_loss": found["eval"]["eval_loss"]})
         # Internal, that is without pushing: that comes last, with the metrics.
         trainer.save_model(_internal_call=True)
-        found = {"train": result.metrics, "eval": trainer.evaluate()}
         if test is not None:
             found["test"] = trainer.evaluate(test, metric_key_prefix="test")
         for split, metrics in found.items():

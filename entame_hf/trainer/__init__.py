@@ -9,7 +9,7 @@ from .informed import training_batches
 from .lock import locked_output_dir
 from .parallel import same_on_all, set_log_level, zero3_init_disabled
 from .provenance import used_options
-from .resume import find_checkpoint, last_intact_checkpoint
+from .resume import check_finite, find_checkpoint, last_intact_checkpoint
 from .trainer import EntameTrainer
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "EnergyRecorder",
     "EntameTrainer",
     "HeadRates",
+    "check_finite",
     "check_writable",
     "find_checkpoint",
     "head_learning_rate",

@@ -77,24 +77,29 @@ _VANISHED = 2.0**-14
 
 
 class FiniteCheck(TrainerCallback):
-    """Stop a training whose loss or weights are not finite any more, before anything of it is saved.
+    """Stop a training whose losses or weights are not finite any more, before anything of it is saved.
 
-    It looks at each logged loss, and at the weights whenever a loss is logged, before each checkpoint and at the end.
-    With fp16, loss scaling may skip steps, whose loss does not count; the training stops once it skips all of them.
+    It looks at each logged loss, those of evaluations and of the whole run too, and at the weights whenever a loss is
+    logged, before each checkpoint and at the end. With fp16, loss scaling may skip steps, whose loss does not count;
+    the training stops once it skips all of them.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        loss = (kwargs.get("logs") or {}).get("loss")
-        if loss is None:
+        if not self.trainer.is_in_train:
             return
+        sets = self.trainer.eval_dataset
+        evaluated = [f"eval_{name}_loss" for name in sets] if isinstance(sets, dict) else ["eval_loss"]
+        losses = {name: (kwargs.get("logs") or {}).get(name) for name in ("loss", "train_loss", *evaluated)}
+        losses = {name: loss for name, loss in losses.items() if loss is not None}
         scaler = self.trainer.accelerator.scaler
-        if scales_loss(self.trainer):
+        if "loss" in losses and scales_loss(self.trainer):
             # DeepSpeed stops by itself once its scale has vanished.
-            loss = math.nan if scaler is not None and scaler.get_scale() < _VANISHED else 0.0
-        check_finite(kwargs["model"], args, state, loss)
+            losses["loss"] = math.nan if scaler is not None and scaler.get_scale() < _VANISHED else 0.0
+        if losses:
+            check_finite(kwargs["model"], args, state, losses)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         check_finite(kwargs["model"], args, state)

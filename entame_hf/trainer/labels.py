@@ -92,14 +92,8 @@ class LabelReader:
         """Make sure that all rows since the last call sum to 1, and that all indices are classes."""
         worst, self._worst, ends, self._range = self._worst, None, self._range, None
         if ends is not None:
-            lowest, highest = ends.tolist()
-            if highest >= self._classes:
-                raise InputError(too_few_classes("The labels", highest, self._classes))
-            if lowest < 0:
-                raise InputError(
-                    f"The labels have {lowest}, and classes are counted from 0 to {self._classes - 1}. Give "
-                    f"{IGNORED_LABEL} to examples that should not count, and an index of a class to all others."
-                )
+            for label in ends.tolist():
+                check_range("The labels", label, self._classes)
         if worst is not None and not float(worst) <= TOLERANCE:
             raise InputError(
                 f"The labels are rows whose sum differs from 1 by up to {float(worst):.3g}, and the model has one "
@@ -108,17 +102,32 @@ class LabelReader:
             )
 
 
-def too_few_classes(what: str, highest: int, classes: int) -> str:
-    """Write the message for labels that the model has no class for."""
-    return (
-        f"{what} go up to {highest}, and the model has {classes} classes (0 to {classes - 1}). Type "
-        f"apply_entame(model, num_labels={highest + 1}), or correct the labels."
-    )
+def check_range(what: str, label: int, classes: int) -> None:
+    """Make sure that a label is the index of a class.
+
+    Raises:
+        InputError: it is none; the message begins with `what`.
+    """
+    if label >= classes:
+        raise InputError(
+            f"{what} go up to {label}, and the model has {classes} classes (0 to {classes - 1}). Type "
+            f"apply_entame(model, num_labels={label + 1}), or correct the labels."
+        )
+    if label < 0:
+        raise InputError(
+            f"{what} have {label}, and classes are counted from 0 to {classes - 1}. Give {IGNORED_LABEL} to examples "
+            "that should not count, and an index of a class to all others."
+        )
 
 
 def has_several_labels(model: Any) -> bool:
     """Tell whether a model's images have several labels each: only its `config.problem_type` can say so."""
     return _problem_type(base_model(model)) == "multi_label_classification"
+
+
+def has_one_label(model: Any) -> bool:
+    """Tell whether a model's images have one class each: as its `config.problem_type` says, or does not say."""
+    return _problem_type(base_model(model)) in (None, "single_label_classification")
 
 
 def are_shares(labels: Any, model: Any) -> bool:
@@ -137,7 +146,7 @@ def are_classes(labels: Any, model: Any) -> bool:
     own = type(base).forward.__module__.startswith("transformers.")
     known = own and base.loss_function is ForSequenceClassificationLoss
     indices = isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 1
-    return known and indices and _problem_type(base) in (None, "single_label_classification")
+    return known and indices and has_one_label(base)
 
 
 def _problem_type(model: Any) -> str | None:

@@ -108,28 +108,33 @@ def scales_loss(trainer: Any) -> bool:
     return trainer.accelerator.scaler is not None or (trainer.is_deepspeed_enabled and trainer.args.fp16)
 
 
-class OverflowFilter:
-    """Keep losses that overflowed in float16 out of Trainer's running sum, which would be NaN for ever after.
+class LossFilter:
+    """Keep losses that are not finite out of Trainer's running sum, which would be NaN for ever after.
 
-    Loss scaling skips the steps that they are of, so the logged mean is over the others: NaN if there are none.
+    Loss scaling skips the steps whose losses overflowed in float16, and `logging_nan_inf_filter` asks for it. The
+    logged mean is over the other losses: NaN if there are none, where Trainer's own filter logs 0.
     """
 
     def __init__(self) -> None:
-        self._counts: Tensor | None = None
+        # Micro-batches, and those with a finite loss: since the last logging step, and of the run.
+        self._recent: Tensor | None = None
+        self._all: Tensor | None = None
 
     def __call__(self, loss: Tensor) -> Tensor:
         """Replace a micro-batch's loss by 0 if it is not finite."""
         finite = loss.isfinite()
         counts = torch.stack([torch.ones_like(loss), finite.to(loss)])
-        self._counts = counts if self._counts is None else self._counts + counts
+        self._recent = counts if self._recent is None else self._recent + counts
+        self._all = counts if self._all is None else self._all + counts
         return torch.where(finite, loss, 0.0)
 
-    def correct(self, mean: float) -> float:
-        """Turn the mean over all micro-batches since the last call into the mean over the finite ones."""
-        if self._counts is None:
-            return mean
-        (total, finite), self._counts = self._counts.tolist(), None
-        return mean * total / finite if finite else math.nan
+    def correct(self, logs: dict[str, Any]) -> None:
+        """Turn logged means over all micro-batches into means over those with a finite loss."""
+        for name, counts in {"loss": self._recent, "train_loss": self._all}.items():
+            if name in logs and counts is not None:
+                total, finite = counts.tolist()
+                logs[name] = logs[name] * total / finite if finite else math.nan
+                self._recent = None
 
 
 def read_class_weights(weights: Any, trainer: Any) -> Tensor:

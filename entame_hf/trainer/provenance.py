@@ -6,17 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from ..data import ClassificationDataset, StreamingDataset, fingerprint, known_labels, output_size
+from ..data import BatchDataset, ClassificationDataset, StreamingDataset, fingerprint, known_labels, output_size
 from ..errors import InputError, printable
 from ..heads import base_model, num_classes, timm_model
+from ..metrics import IGNORED_LABEL
 from ..patch import class_names
 from ..training_args import check_numbers
 from .files import write_text
-from .labels import too_few_classes
+from .labels import check_range, has_one_label
 from .schedule import explain_optimizer_errors
 
 logger = logging.get_logger(__name__)
@@ -84,20 +86,40 @@ def save_provenance(provenance: Options, checkpoint: Path) -> None:
 
 
 def check_labels(trainer: Any) -> None:
-    """Make sure that the model has a class for each label of its datasets, as far as the labels are known.
+    """Make sure that the model has a class for each label of its datasets, as far as [`known_labels`] tells them.
+
+    An example may have another label than its dataset lists, such as torchvision's with a `target_transform`: the one
+    with the lowest or highest label is read. Labels that no dataset lists are compared batch by batch.
 
     A GPU would end the process without a word of a label that is out of range.
     """
-    if trainer.model is None:
-        # A search builds it for each trial.
+    # A search builds its models trial by trial.
+    if trainer.model is None or not has_one_label(trainer.model):
         return
     evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
-    classes = num_classes(trainer.heads()[0].module)
+    classes, has_own_loss = num_classes(trainer.heads()[0].module), trainer.compute_loss_func is not None
     for name, dataset in {"train": trainer.train_dataset, **evaluated}.items():
         labels = None if dataset is None else known_labels(dataset)
-        # -100 is left out of the loss.
-        if labels is not None and len(labels) and int(labels.max()) >= classes:
-            raise InputError(too_few_classes(f"The labels of the {name} dataset", int(labels.max()), classes))
+        if labels is None or not len(labels):
+            continue
+        what, counted = f"The labels of the {name} dataset", labels >= 0 if has_own_loss else labels != IGNORED_LABEL
+        if not counted.any() and name == "train" and not has_own_loss:
+            raise InputError(f"{what} are all {IGNORED_LABEL}, which counts nowhere. Give the index of a class.")
+        rows = np.flatnonzero(counted)
+        for row in {rows[labels[rows].argmin()], rows[labels[rows].argmax()]} if len(rows) else ():
+            if not 0 <= labels[row] < classes:
+                check_range(what, _label_of(trainer, dataset, int(row), int(labels[row])), classes)
+
+
+def _label_of(trainer: Any, dataset: Any, row: int, listed: int) -> int:
+    """Read an example's label as a batch would have it, if that is one index."""
+    if isinstance(dataset, BatchDataset):
+        return listed
+    try:
+        return int(trainer.data_collator([dataset[row]])["labels"])
+    # What cannot be collated is explained in the first step.
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        return 0
 
 
 def _facts(trainer: Any) -> Options:

@@ -7,10 +7,11 @@ import math
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import transformers
@@ -25,6 +26,7 @@ from transformers.utils import logging
 from xxhash import xxh3_64
 
 from ..errors import InputError, NonFiniteError
+from ..metrics import IGNORED_LABEL
 from .files import explained_write_errors, write_text
 from .provenance import save_provenance
 
@@ -261,15 +263,21 @@ def has_finite_weights(model: nn.Module) -> bool:
     return all((norm.full_tensor() if isinstance(norm, DTensor) else norm).isfinite() for norm in norms)
 
 
-def check_finite(model: nn.Module, args: TrainingArguments, state: TrainerState, loss: float = 0.0) -> None:
-    """Stop a training whose logged loss, or whose model, is not finite any more."""
-    if math.isfinite(loss) and has_finite_weights(model):
+def check_finite(
+    model: nn.Module, args: TrainingArguments, state: TrainerState, losses: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """Stop a training whose logged losses, or whose model, are not finite any more."""
+    bad, is_finite = [name for name, loss in losses.items() if not math.isfinite(loss)], has_finite_weights(model)
+    if is_finite and not bad:
         return
-    what = f"The training loss is {loss}" if not math.isfinite(loss) else "Weights of the model are not finite"
+    what = "Weights of the model are not finite"
+    if bad:
+        what = f"{'The training loss' if bad[0] in ('loss', 'train_loss') else bad[0]} is {losses[bad[0]]}"
     kept = last_intact_checkpoint(str(args.output_dir)) if args.save_strategy != "no" else None
     raise NonFiniteError(
         f"{what} after step {state.global_step}, so the training stopped and saved no model. Try a lower "
         f"`learning_rate={args.learning_rate / 10:g}`"
-        + (", or `bf16=True` in place of `fp16`" if args.fp16 else "")
+        + (", or bfloat16 (`bf16=True`) in place of float16" if args.fp16 or args.fp16_full_eval else "")
+        + (f"; a batch whose labels are all {IGNORED_LABEL} has no loss either" if is_finite else "")
         + (f". The last good checkpoint is {kept}." if kept else ". No checkpoint was saved before it.")
     )

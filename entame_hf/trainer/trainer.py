@@ -33,7 +33,7 @@ from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
 from .loader import explained_inputs, has_batch_norm, mean_batch_size, place_in_stream, prepared_loader
 from .lock import locked_output_dir
-from .loss import ClassificationLoss, CustomLoss, OverflowFilter, read_class_weights, scales_loss
+from .loss import ClassificationLoss, CustomLoss, LossFilter, read_class_weights, scales_loss
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance
 from .report import try_to_write_card
@@ -123,7 +123,7 @@ class EntameTrainer(Trainer):
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
         if compute_loss_func is not None:
             self.compute_loss_func = CustomLoss(compute_loss_func, args)
-        self.read_labels, self.overflows = LabelReader(compute_loss_func is not None), OverflowFilter()
+        self.read_labels, self.filter_loss = LabelReader(compute_loss_func is not None), LossFilter()
         self.card_options: dict[str, Any] = {}
         self.energies, self.head_rates = EnergyRecorder(self), HeadRates(self)
         self.head_fitter = HeadFitter(self)
@@ -188,6 +188,7 @@ class EntameTrainer(Trainer):
             self.provenance = check_provenance(self, None)
         prepare_model(self, resume_from_checkpoint)
         self.operations.clear()
+        self.filter_loss = LossFilter()
         epochs, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -290,8 +291,8 @@ class EntameTrainer(Trainer):
         inputs = self.read_labels(inputs, self.model)
         with explained_inputs(self, inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        if scales_loss(self):
-            loss = self.overflows(loss)
+        if scales_loss(self) or self.args.logging_nan_inf_filter:
+            loss = self.filter_loss(loss)
         if self.accelerator.sync_gradients:
             self.energies.observe_gradients()
             self.head_rates.observe_gradients()
@@ -331,6 +332,7 @@ class EntameTrainer(Trainer):
         with gathering, keeping, temporarily(self.args, average_tokens_across_devices=False):
             options = (prediction_loss_only, ignore_keys, metric_key_prefix)
             output: Any = super().evaluation_loop(dataloader, description, *options)
+        self.read_labels.verify()
         output = sums.correct(output, f"{metric_key_prefix}_loss", self.accelerator)
         output.metrics.update(plain_numbers(output.metrics))
         if metric_key_prefix == "eval" and self.is_world_process_zero():
@@ -359,8 +361,7 @@ class EntameTrainer(Trainer):
     # Checkpoints keep the log as JSON, which has no arrays. And the device is waited for here anyway.
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         self.read_labels.verify()
-        if "loss" in logs:
-            logs["loss"] = self.overflows.correct(logs["loss"])
+        self.filter_loss.correct(logs)
         logs.update(plain_numbers(logs))
         super().log(logs, start_time)
 
@@ -392,6 +393,7 @@ class EntameTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         self.head_fitter.refresh_statistics()
+        self.read_labels.verify()
         exact = temporarily(self.head_args, save_dtype="float32")
         with written_whole(self, folder), exact, temporarily(self.args, push_to_hub=False, save_total_limit=None):
             super()._save_checkpoint(model, trial)
