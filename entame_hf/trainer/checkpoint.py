@@ -105,6 +105,17 @@ def save_stock_model(model: Any, folder: str | Path, state_dict: dict[str, Tenso
         card.unlink(missing_ok=True)
 
 
+def forget_local_base(folder: str | Path) -> None:
+    """Replace the path of an adapter's local base model by its name."""
+    file = Path(folder, "adapter_config.json")
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        base = config.get("base_model_name_or_path")
+        if base and Path(base).exists():
+            config["base_model_name_or_path"] = Path(base).name
+            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def saved_config(folder: str | Path) -> EntameConfig | None:
     """Read the config that a checkpoint was trained with; None without ENTAME."""
     file = Path(folder, HEAD_STATE_NAME)
@@ -138,6 +149,8 @@ def prepare_resuming(model: nn.Module, config: EntameConfig, folder: str | Path)
         InputError: the checkpoint was trained with another config than the run asks for.
     """
     saved = saved_config(folder)
+    if saved is None and saved_record(folder):
+        raise InputError(_damaged(folder, FileNotFoundError(f"{HEAD_STATE_NAME} is missing")))
     if saved is None:
         logger.warning_once(f"{folder} was not trained with ENTAME: the run resumes without it.")
     elif saved != config:

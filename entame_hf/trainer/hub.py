@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -28,7 +27,7 @@ from transformers.utils import logging
 from transformers.utils.hub import PushInProgress, hf_api
 
 from ..errors import InputError, RunError
-from .checkpoint import HEAD_STATE_NAME
+from .checkpoint import HEAD_STATE_NAME, forget_local_base
 from .provenance import PROVENANCE
 from .resume import MANIFEST
 
@@ -124,17 +123,6 @@ def model_files() -> dict[str, list[str]]:
     return {"allow_patterns": [*PUSHED], "ignore_patterns": [*NOT_PUSHED]}
 
 
-def forget_local_base(folder: str | Path) -> None:
-    """Replace the path of an adapter's local base model by its name."""
-    file = Path(folder, "adapter_config.json")
-    if file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
-        base = config.get("base_model_name_or_path")
-        if base and Path(base).exists():
-            config["base_model_name_or_path"] = Path(base).name
-            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 def card_on_hub(repo: str, *, token: str | None = None, revision: str | None = None) -> str | None:
     """Fetch a repository's card; None if it has none."""
     try:
@@ -228,7 +216,6 @@ class CheckpointUploads(TrainerCallback):
             return
         self.trainer.callback_handler.on_push_begin(args, state, control)
         folder = str(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
-        forget_local_base(folder)
         message = f"Training in progress, step {state.global_step}"
         repo, token, branch = self.trainer.hub_model_id, args.hub_token, args.hub_revision
         send = partial(upload, repo, folder, token=token, revision=branch)

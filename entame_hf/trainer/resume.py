@@ -27,6 +27,7 @@ from xxhash import xxh3_64
 
 from ..errors import InputError, NonFiniteError
 from ..metrics import IGNORED_LABEL
+from .checkpoint import forget_local_base
 from .files import explained_write_errors, write_text
 from .provenance import save_provenance
 
@@ -36,9 +37,13 @@ logger = logging.get_logger(__name__)
 # last. Checkpoints of stock Trainer have none.
 MANIFEST = "checkpoint_files.json"
 
-# Weights, as Trainer, peft, FSDP and DeepSpeed name them; and what else resuming needs.
-_WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*")
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer_*", "pytorch_model_fsdp*", "global_step*")
+# What resuming needs, as Trainer, peft, FSDP and DeepSpeed name it. Trainer starts over silently what it lacks.
+_NEEDED = {
+    "weights": ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp*", "global_step*"),
+    "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_*", "pytorch_model_fsdp*", "global_step*"),
+    "scheduler.pt": ("scheduler.pt", "global_step*"),
+    "rng_state.pth": ("rng_state*.pth",),
+}
 
 
 def damage(checkpoint: str | Path) -> str | None:
@@ -99,14 +104,14 @@ def _damaged_files(folder: Path) -> str | None:
             return f"{name} is missing"
         if entry != [(folder / name).stat().st_size, _hash(folder / name)]:
             return f"{name} is damaged: it is not what was saved"
-    present = [path.name for path in folder.iterdir()]
-    if not any(Path(name).match(pattern) for name in present for pattern in _WEIGHTS):
-        return "it has no weights"
-    if not any(Path(name).match(pattern) for name in present for pattern in _OPTIMIZERS):
+    lacking = [name for name, patterns in _NEEDED.items() if not any(any(folder.glob(each)) for each in patterns)]
+    if lacking[:1] == ["optimizer"]:
         return (
             "it holds the model alone (`save_only_model=True`), and the optimizer and the schedule would start over. "
             "Start a new run from it"
         )
+    if lacking:
+        return f"it has no {lacking[0]}"
     for file in sorted(folder.iterdir()) if not listed else ():
         if file.suffix == ".safetensors" and not _is_safetensors(file):
             return f"{file.name} is cut off"
@@ -194,6 +199,9 @@ def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
             trainer.accelerator.wait_for_everyone()
             if is_writer:
                 _forget_place(folder / TRAINER_STATE_NAME)
+                if args.push_to_hub:
+                    # Before the files are listed: what changes afterwards counts as damaged.
+                    forget_local_base(folder)
                 save_provenance(trainer.provenance, folder)
                 files = sorted(file for file in folder.rglob("*") if file.is_file() and file != manifest)
                 listed = {str(file.relative_to(folder)): [file.stat().st_size, _hash(file)] for file in files}

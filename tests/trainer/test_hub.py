@@ -227,5 +227,6 @@ def test_an_adapter_says_nothing_of_the_folder_its_base_came_from(tmp_path):
         for name in ("adapter_config.json", "checkpoint-1/adapter_config.json"):
             assert b'"base_model_name_or_path": "base"' in files[name], files[name]
         assert not any(str(Path.cwd()).encode() in content for content in files.values())
+        adapting.train(resume_from_checkpoint="out/checkpoint-1")
         """,
     )

@@ -152,7 +152,8 @@ def test_the_newest_is_the_one_of_the_most_steps(tmp_path):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": 9}')
         save_file({}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
-        torch.save({}, tmp_path / f"checkpoint-{step}" / "optimizer.pt")
+        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            torch.save({}, tmp_path / f"checkpoint-{step}" / name)
     (tmp_path / "checkpoint-11").mkdir()
     (tmp_path / "checkpoint-mine").mkdir()
     assert last_intact_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
