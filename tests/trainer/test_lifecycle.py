@@ -1,9 +1,8 @@
-"""Kinds of faults in the life of a run: damaged checkpoints, weights that are no numbers, two runs in one folder."""
+"""Checkpoints in the life of a run: damage, rotation, two runs in one folder."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -14,9 +13,8 @@ import pytest
 import timm
 import torch
 from conftest import RandomImages
-from transformers import TrainerCallback
 
-from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, NonFiniteError
+from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
 from entame_hf.trainer.lock import locked_output_dir
 from entame_hf.trainer.resume import damage, last_intact_checkpoint
 
@@ -38,17 +36,6 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     trainer(folder).train()
     return folder
-
-
-class AtStep(TrainerCallback):
-    """Do something to the model after a step."""
-
-    def __init__(self, step, act):
-        self.step, self.act = step, act
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.act(kwargs["model"])
 
 
 # ---- A checkpoint that lacks a file, or has another one ----
@@ -114,22 +101,6 @@ def test_an_odd_list_of_files_is_named(tmp_path, run, listed):
     assert "cannot be read" in damage(tmp_path / "checkpoint-4")
 
 
-def test_a_checkpoint_of_the_model_alone_is_not_resumed(tmp_path):
-    trainer(tmp_path, save_only_model=True).train()
-    with pytest.raises(InputError, match="save_only_model"):
-        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    with pytest.raises(InputError, match="there is no checkpoint there"):
-        trainer(tmp_path).train(resume_from_checkpoint=True)
-
-
-def test_a_checkpoint_says_nothing_of_this_machine_and_holds_no_token(tmp_path):
-    trainer(tmp_path, hub_token="hf_SecretSecretSecret", load_best_model_at_end=True, eval_strategy="steps").train()
-    for file in tmp_path.rglob("*"):
-        if file.is_file():
-            assert b"hf_Secret" not in file.read_bytes()
-            assert str(tmp_path).encode() not in file.read_bytes() or file.name == ".run.lock", file
-
-
 # ---- Rotation ----
 
 
@@ -150,93 +121,6 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path):
     done.train()
     kept = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert kept == {"checkpoint-8", f"checkpoint-{done.state.best_global_step}"}
-
-
-# ---- Numbers that are none ----
-
-
-def set_nan(model):
-    with torch.no_grad():
-        next(model.parameters()).fill_(float("nan"))
-
-
-def set_infinite_statistics(model):
-    next(buffer for name, buffer in model.named_buffers() if "running_var" in name).fill_(float("inf"))
-
-
-@pytest.mark.parametrize("act", [set_nan, set_infinite_statistics])
-@pytest.mark.parametrize("logging", [{"logging_steps": 1}, {"logging_strategy": "no"}], ids=["logged", "not logged"])
-def test_a_training_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(tmp_path, act, logging):
-    with pytest.raises(NonFiniteError, match=rf"after step [34].*learning_rate=0\.0001.*{tmp_path}/checkpoint-2"):
-        trainer(tmp_path, [AtStep(3, act)], max_steps=6, **logging).train()
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
-    assert not (tmp_path / "model.safetensors").exists()
-
-
-def test_a_loss_that_is_not_finite_stops_with_trainers_filter_too(tmp_path):
-    done = trainer(tmp_path, [AtStep(3, set_nan)], logging_nan_inf_filter=True, save_strategy="no", max_steps=6)
-    with pytest.raises(NonFiniteError, match=r"after step [34]"):
-        done.train()
-
-
-@pytest.mark.parametrize("overflows", [{2}, {1}, {1, 2}], ids=str)
-def test_steps_that_loss_scaling_skips_leave_later_losses_finite(tmp_path, overflows):
-    """float16 overflows in some forwards: their losses are not logged, and the training continues."""
-
-    class Overflowing(EntameTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-            return loss * torch.inf if self.state.global_step + 1 in overflows else loss
-
-        def create_optimizer(self, *args):
-            self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-            return super().create_optimizer(*args)
-
-    done = trainer(tmp_path, kind=Overflowing, max_grad_norm=0.0)
-    train_loss = done.train().training_loss
-    losses = {entry["step"]: entry["loss"] for entry in done.state.log_history if "loss" in entry}
-    assert {step for step, loss in losses.items() if math.isnan(loss)} == overflows
-    assert math.isfinite(train_loss)
-    averaged = trainer(tmp_path / "two", kind=Overflowing, max_grad_norm=0.0, logging_steps=4)
-    averaged.train()
-    (mean,) = [entry["loss"] for entry in averaged.state.log_history if "loss" in entry]
-    assert mean == pytest.approx(sum(losses[step] for step in losses.keys() - overflows) / (4 - len(overflows)))
-
-
-def test_a_loss_scale_that_has_vanished_stops_the_training(tmp_path):
-    done = trainer(tmp_path, save_strategy="no")
-    done.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-20)
-    with pytest.raises(NonFiniteError, match="training loss is nan after step 1"):
-        done.train()
-
-
-@pytest.mark.parametrize("act", [set_nan, set_infinite_statistics])
-def test_a_model_that_is_not_finite_is_refused_before_the_first_step(tmp_path, act):
-    done = trainer(tmp_path)
-    act(done.model)
-    with pytest.raises(InputError, match="not finite before any training"):
-        done.train()
-
-
-def test_fp16_on_a_cpu_is_said_to_have_no_effect(tmp_path, caplog):
-    trainer(tmp_path, fp16=True)
-    assert "`fp16=True` has no effect on a CPU" in caplog.text
-
-
-# ---- Evaluation in half precision ----
-
-
-@pytest.mark.parametrize("precision", ["bf16_full_eval", "fp16_full_eval"])
-def test_an_evaluation_in_half_precision_leaves_the_weights_alone(tmp_path, precision):
-    done = trainer(tmp_path, max_steps=2, **{precision: True})
-    done.train()
-    before = {name: tensor.clone() for name, tensor in done.model.state_dict().items()}
-    done.evaluate()
-    done.predict(RandomImages(8))
-    torch.testing.assert_close(done.model.state_dict(), before, rtol=0, atol=0)
-    done.save_model()
-    saved = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
-    assert {tensor.dtype for tensor in saved.state_dict().values() if tensor.is_floating_point()} == {torch.float32}
 
 
 # ---- Two runs in one folder ----
