@@ -84,7 +84,7 @@ def check_numbers(args: Any, bounds: dict[str, tuple[float, float]] = BOUNDS) ->
         raise InputError(f"`{name}={value}` must be {allowed}{limit}.")
 
 
-@dataclass
+@dataclass(repr=False)
 class HeadArguments:
     """Hold the options of the heads. `None` means "not set"; the methods say what counts then.
 
@@ -173,7 +173,8 @@ class HeadArguments:
         return default if self.head_warmup_steps is None else self.head_warmup_steps
 
 
-@dataclass
+# TrainingArguments hide the token in theirs.
+@dataclass(repr=False)
 class EntameTrainingArguments(HeadArguments, TrainingArguments):
     """Set up a fine-tuning run with ENTAME: `TrainingArguments` with the paper's defaults and the heads' options.
 

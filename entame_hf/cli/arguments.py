@@ -68,7 +68,7 @@ class ModelArguments:
     num_labels: int | None = option(None, "Stop unless the data has this many classes.")
 
 
-@dataclass
+@dataclass(repr=False)
 class RunArguments(EntameTrainingArguments):
     """Set up the run: batches of 64 and 10 epochs as in the paper, evaluated and saved after each."""
 
