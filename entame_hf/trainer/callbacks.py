@@ -90,10 +90,9 @@ class FiniteCheck(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not self.trainer.is_in_train:
             return
-        sets = self.trainer.eval_dataset
+        sets, logs = self.trainer.eval_dataset, kwargs.get("logs") or {}
         evaluated = [f"eval_{name}_loss" for name in sets] if isinstance(sets, dict) else ["eval_loss"]
-        losses = {name: (kwargs.get("logs") or {}).get(name) for name in ("loss", "train_loss", *evaluated)}
-        losses = {name: loss for name, loss in losses.items() if loss is not None}
+        losses = {name: float(logs[name]) for name in ("loss", "train_loss", *evaluated) if name in logs}
         scaler = self.trainer.accelerator.scaler
         if "loss" in losses and scales_loss(self.trainer):
             # DeepSpeed stops by itself once its scale has vanished.

@@ -88,10 +88,8 @@ def save_provenance(provenance: Options, checkpoint: Path) -> None:
 def check_labels(trainer: Any) -> None:
     """Make sure that the model has a class for each label of its datasets, as far as [`known_labels`] tells them.
 
-    An example may have another label than its dataset lists, such as torchvision's with a `target_transform`: the one
-    with the lowest or highest label is read. Labels that no dataset lists are compared batch by batch.
-
-    A GPU would end the process without a word of a label that is out of range.
+    Transforms may change what a dataset lists, such as torchvision's `target_transform`: the example with the lowest
+    or highest label is read. [`LabelReader`] compares the labels of other datasets, batch by batch.
     """
     # A search builds its models trial by trial.
     if trainer.model is None or not has_one_label(trainer.model):

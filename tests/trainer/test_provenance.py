@@ -219,6 +219,82 @@ def test_labels_beyond_the_models_classes_are_named_before_the_first_step(tmp_pa
     assert trainer.state.global_step == 0
 
 
+class Shifted(RandomImages):
+    """Labels that count from 1 where the dataset lists them, and from 0 in a batch."""
+
+    def __getitem__(self, index):
+        return {"pixel_values": self.images[index], "labels": self.labels[index] - 1}
+
+
+class Pairs(Shifted):
+    """Examples as torchvision gives them, which a collator of the user's own puts together."""
+
+    def __getitem__(self, index):
+        return self.images[index], int(self.labels[index]) - 1
+
+
+def of_pairs(examples):
+    images, labels = zip(*examples, strict=True)
+    return {"pixel_values": torch.stack(images), "labels": torch.tensor(labels)}
+
+
+def with_labels(dataset, change):
+    dataset.labels = change(dataset.labels)
+    return dataset
+
+
+def in_a_table(labels):
+    table = datasets.Dataset.from_dict({"image": [[0.0]] * len(labels), "label": labels})
+    return table.with_transform(
+        lambda rows: {"pixel_values": torch.zeros(len(rows["label"]), 3, 32, 32), "labels": rows["label"]}
+    )
+
+
+ONE_BELOW = with_labels(RandomImages(40), lambda labels: torch.where(torch.arange(40) == 39, -1, labels))
+
+
+@pytest.mark.parametrize(
+    ("train", "collator", "message"),
+    [
+        (in_a_table([*range(10), 10]), None, "train dataset go up to 10, and the model has 10 classes.*num_labels=11"),
+        (with_labels(Shifted(40), lambda labels: labels + 2), None, r"go up to 10, and the model has 10 classes"),
+        (with_labels(Pairs(40), lambda labels: labels + 2), of_pairs, r"go up to 10, and the model has 10 classes"),
+        (ONE_BELOW, None, r"train dataset have -1, and classes .* 0 to 9\. Give -100"),
+        (Subset(ONE_BELOW, range(30, 40)), None, r"train dataset have -1"),
+    ],
+    ids=["a column", "changed by the dataset", "changed for a collator", "negative", "in a subset"],
+)  # fmt: skip
+def test_labels_out_of_range_are_named_before_the_first_step(tmp_path, train, collator, message):
+    trainer = build(tmp_path, train=train)
+    trainer.data_collator = collator or trainer.data_collator
+    trainer.training_step = lambda *_: pytest.fail("A step was taken.")
+    with pytest.raises(InputError, match=message):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("train", "collator"),
+    [
+        (with_labels(Shifted(40), lambda labels: labels + 1), None),
+        (with_labels(Pairs(40), lambda labels: labels + 1), of_pairs),
+        (with_labels(RandomImages(40), lambda labels: torch.where(labels == 3, -100, labels)), None),
+        (in_a_table([*range(10)] * 4), None),
+    ],
+    ids=["changed by the dataset", "changed for a collator", "ignored", "a column"],
+)
+def test_labels_that_are_in_range_as_a_batch_has_them_are_trained_on(tmp_path, train, collator):
+    trainer = build(tmp_path, train=train, max_steps=1, save_strategy="no")
+    trainer.data_collator = collator or trainer.data_collator
+    assert trainer.train().global_step == 1
+
+
+def test_a_loss_of_ones_own_may_give_negative_labels_a_meaning(tmp_path):
+    trainer = build(tmp_path, train=ONE_BELOW, max_steps=1, save_strategy="no")
+    trainer.compute_loss_func = lambda outputs, labels, **_: outputs["logits"].square().mean()
+    trainer.read_labels.has_own_loss = True
+    assert trainer.train().global_step == 1
+
+
 @pytest.mark.parametrize("weights", [[1.0] * 9, torch.ones(11), [[1.0] * 10]], ids=["9", "11", "a row"])
 def test_class_weights_of_another_number_are_refused(tmp_path, weights):
     args = EntameTrainingArguments(str(tmp_path), use_cpu=True)
