@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Real
 from typing import Any, Literal, get_args
 
 from .errors import InputError, unknown_value
@@ -71,9 +72,13 @@ class EntameConfig:
             object.__setattr__(self, "head", tuple(self.head))
         if self.init not in get_args(Init):
             raise InputError(unknown_value("`init`:", self.init, get_args(Init)))
+        for name in ("feature_norm", "sync"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"`{name}={getattr(self, name)!r}` must be True or False.")
         for name in ("phi_w", "noise_lambda", "eps", "momentum"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if value is not None and not (is_number and math.isfinite(value) and value > 0):
                 raise InputError(f"`{name}={value}` must be a positive number, for example `{name}={_EXAMPLE[name]}`.")
         if self.momentum > 1:
             raise InputError(f"`momentum={self.momentum}` must be in (0, 1]: `momentum=1` is the paper's.")

@@ -68,7 +68,10 @@ def find_heads(model: nn.Module, paths: str | Iterable[str] | None = None) -> li
     ```
     """
     if paths is not None:
-        return [_at(model, path) for path in ([paths] if isinstance(paths, str) else paths)]
+        paths = [paths] if isinstance(paths, str) else list(paths)
+        if not paths:
+            raise InputError("`head=[]` names no head. Give the path of one, such as `head=fc`, or None to search.")
+        return [_at(model, str(path)) for path in dict.fromkeys(paths)]
     base = base_model(model)
     if isinstance(base, PreTrainedModel) and MODEL_MAPPING_NAMES.get(base.config.model_type) == type(base).__name__:
         # Its inner layers may have one output a label by chance.

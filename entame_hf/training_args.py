@@ -46,6 +46,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
         ("num_train_epochs head_lr_multiplier", _POSITIVE, _FINITE),
         ("logging_steps eval_steps save_steps", _POSITIVE, _LARGEST),
         ("adam_beta1 adam_beta2 label_smoothing_factor", 0, 1),
+        ("znorm_momentum", _POSITIVE, 1),
         ("per_device_train_batch_size per_device_eval_batch_size", 1, _LARGEST),
         ("gradient_accumulation_steps informed_samples", 1, _LARGEST),
         ("dataloader_num_workers znorm_refresh_samples head_warmup_steps energy_logging_steps", 0, _LARGEST),

@@ -49,6 +49,9 @@ def test_phi_w_from_lambda_is_equation_20():
         ({"momentum": 0.0}, "momentum"),
         ({"momentum": 1.5}, "momentum"),
         ({"momentum": "0.5"}, "positive number"),
+        ({"eps": True}, "positive number"),
+        ({"feature_norm": "no"}, "`feature_norm='no'` must be True or False"),
+        ({"sync": 0}, "`sync=0` must be True or False"),
     ],
     ids=str,
 )

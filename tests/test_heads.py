@@ -30,6 +30,14 @@ def test_paths_are_taken_at_their_word():
         find_heads(model, "d")
     with pytest.raises(ValueError, match="kernel is 1×1"):
         find_heads(model, "c")
+    assert [head.path for head in find_heads(model, ["a", "a"])] == ["a"]
+    with pytest.raises(ValueError, match="'0' is nothing"):
+        find_heads(model, [0])
+
+
+def test_no_path_is_no_head():
+    with pytest.raises(ValueError, match="names no head"):
+        apply_entame(nn.ModuleDict({"a": nn.Linear(3, 4)}), EntameConfig(head=[]))
 
 
 def test_an_unknown_model_is_not_guessed():

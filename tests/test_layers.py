@@ -218,6 +218,18 @@ def test_loading_other_layers_leaves_the_statistics():
     assert torch.equal(layer.znorm.mean, mean)
 
 
+@pytest.mark.parametrize("options", [{"eps": 0.0}, {"eps": -1.0}, {"momentum": 0.0}, {"momentum": 3.0}], ids=str)
+def test_values_that_normalise_nothing_are_refused(options):
+    with pytest.raises(InputError, match=r"must be positive, and `momentum=.*` in \(0, 1\]"):
+        ZNormLinear(8, 4, **options)
+
+
+@pytest.mark.parametrize("options", [{"kernel_size": 3}, {"kernel_size": 1, "groups": 2}], ids=str)
+def test_convolutions_that_do_not_fold_are_refused(options):
+    with pytest.raises(InputError, match="do not fold back"):
+        ZNormConv2d(8, 4, **options)
+
+
 def test_mean_without_var_is_refused():
     with pytest.raises(InputError, match="`mean` without `var`"):
         z_norm(torch.randn(4, 3), torch.zeros(3))

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from entame_hf import EntameConfig, EntameTrainingArguments
+from entame_hf import EntameConfig, EntameTrainingArguments, InputError
 from entame_hf.cli.options import OptionParser
 from entame_hf.training_args import HeadArguments
 
@@ -56,6 +56,12 @@ def test_options_that_are_set_override_the_recipe(tmp_path, given, expected):
 def test_a_schedule_that_is_set_overrides_the_recipe_with_its_own_options(tmp_path, given, expected):
     args = EntameTrainingArguments(str(tmp_path), recipe="recommended", **given)
     assert (args.lr_scheduler_type, args.lr_scheduler_kwargs, args.warmup_steps) == expected
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, 1.5, float("nan")])
+def test_a_refused_momentum_is_called_as_the_option_is(tmp_path, value):
+    with pytest.raises(InputError, match="`znorm_momentum="):
+        EntameTrainingArguments(str(tmp_path), znorm_momentum=value)
 
 
 @pytest.mark.parametrize("recipe", ["paper", "recommended"])

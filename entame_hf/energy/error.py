@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from ..errors import InputError
+from ..patch import class_indices
 
 
 class ErrorEnergy(NamedTuple):
@@ -43,13 +44,14 @@ def error_energy(logits: Tensor, labels: Tensor) -> ErrorEnergy:
     Args:
         logits (`torch.Tensor` of shape `(N, C)`): floating-point scores, before softmax.
         labels (`torch.Tensor` of shape `(N,)` or `(N, C)`):
-            Class indices, or one row of probabilities an example (soft labels, mixup).
+            Class indices, negative where an example is to be ignored, or one row of probabilities an example (soft
+            labels, mixup).
 
     Returns:
         [`ErrorEnergy`]: computed in float32, on the device of `logits`.
 
     Raises:
-        InputError: the shapes do not fit.
+        InputError: the shapes do not fit, or a label is none of the classes.
 
     Example:
 
@@ -68,6 +70,14 @@ def error_energy(logits: Tensor, labels: Tensor) -> ErrorEnergy:
             f"error_energy takes logits of shape (N, C) and labels of shape (N,) or (N, C), "
             f"not {tuple(logits.shape)} and {tuple(labels.shape)}."
         )
+    if labels.ndim == 1:
+        labels = class_indices(labels, logits.shape[-1])
+        logits, labels = logits[labels >= 0], labels[labels >= 0]
+    return measured(logits, labels)
+
+
+def measured(logits: Tensor, labels: Tensor) -> ErrorEnergy:
+    """Measure the energy of an error; no label is ignored or out of range."""
     log_estimates = logits.float().log_softmax(dim=-1)
     estimates = log_estimates.exp()
     targets = one_hot(labels, logits.shape[-1]).float() if labels.ndim == 1 else labels.float()

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from ..heads import Head, num_classes, num_features
 from ..layers import batch_statistics, widen
-from .error import ErrorEnergy, error_energy, fraction_of_error
+from .error import ErrorEnergy, fraction_of_error, measured
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
 
@@ -170,7 +170,7 @@ def energy_of_batch(logits: Any, labels: Any, smoothing: float = 0.0) -> tuple[i
         return None
     if smoothing:
         labels = (1 - smoothing) * labels + smoothing / logits.shape[1]
-    return (len(logits), error_energy(logits, labels)) if len(logits) else None
+    return (len(logits), measured(logits, labels)) if len(logits) else None
 
 
 def merge(parts: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import InputError
 from .statistics import BatchStatistics, batch_statistics, standardise, widen, z_norm
 
 
@@ -41,6 +42,8 @@ class ZNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not (eps > 0 and 0 < momentum <= 1):
+            raise InputError(f"`eps={eps}` must be positive, and `momentum={momentum}` in (0, 1].")
         wide = torch.promote_types(dtype or torch.float32, torch.float32)
         self.num_features, self.dim = num_features, dim
         self.eps, self.momentum, self.sync = eps, momentum, sync
@@ -198,7 +201,7 @@ class ZNormConv2d(ZNormLeaf, nn.Conv2d):
     Args:
         in_channels (`int`): K, features per position.
         out_channels (`int`): C, classes.
-        kernel_size (`int`, *optional*, defaults to 1): as [`torch.nn.Conv2d`], like every other argument of it.
+        kernel_size (`int`, *optional*, defaults to 1): 1; every other argument is as for [`torch.nn.Conv2d`].
         eps, momentum, sync: as for [`ZNormLinear`].
 
     Shape: input `(N, K, H, W)`, output `(N, C, H, W)`.
@@ -216,5 +219,7 @@ class ZNormConv2d(ZNormLeaf, nn.Conv2d):
         **conv: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, kernel_size, **conv)
+        if self.kernel_size != (1, 1) or self.groups != 1:
+            raise InputError(f"`kernel_size={kernel_size}`, `groups={self.groups}` do not fold back: use 1 and 1.")
         where = {name: conv.get(name) for name in ("device", "dtype")}
         self.znorm = ZNorm(in_channels, eps=eps, momentum=momentum, sync=sync, dim=-3, **where)

@@ -53,6 +53,9 @@ def head_learning_rate(features: Tensor, dim: int = -1) -> float:
     Returns:
         `float`: the rate for the head's parameter group, with δ = 0.5.
 
+    Raises:
+        InputError: the features are all zero, not finite, or none.
+
     Example:
 
     ```python
@@ -63,7 +66,16 @@ def head_learning_rate(features: Tensor, dim: int = -1) -> float:
     0.001
     ```
     """
-    return LOGIT_STEP / float(feature_norms(features, dim).mean())
+    return LOGIT_STEP / _positive(float(feature_norms(features, dim).mean()), "the classifier")
+
+
+def _positive(reach: float, path: str) -> float:
+    if not 0 < reach < math.inf:
+        raise InputError(
+            f"What {path} reads in the first step is zero or not finite ({reach}): no learning rate follows. Look at "
+            "the images and the model's weights; or give the rate, such as head_lr=1e-3."
+        )
+    return reach
 
 
 class HeadRates(TrainerCallback):
@@ -202,13 +214,7 @@ class HeadRates(TrainerCallback):
                 'head_lr="auto" has seen no head at work in the first step. A compute_loss of your own has to call '
                 "super().compute_loss; or give the rate, such as head_lr=1e-3."
             )
-        for path, value in reach.items():
-            if not 0 < value < math.inf:
-                raise InputError(
-                    f"What {path} reads in the first step is zero or not finite ({value}): no learning rate follows. "
-                    "Look at the images and the model's weights; or give the rate, such as head_lr=1e-3."
-                )
-        peaks = {path: LOGIT_STEP / value for path, value in reach.items()}
+        peaks = {path: LOGIT_STEP / _positive(value, path) for path, value in reach.items()}
         _set_peaks(self.trainer.optimizer, self.trainer.lr_scheduler, peaks)
         self.trainer.log({keys[path]: peak for path, peak in peaks.items()})
 

@@ -64,3 +64,15 @@ def test_half_precision_logits_are_measured_in_float32():
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"\(N, C\)"):
         error_energy(torch.randn(4, 3), torch.zeros(5, dtype=torch.long))
+
+
+def test_ignored_labels_are_left_out():
+    logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, -100, 2, -1])
+    assert error_energy(logits, labels) == error_energy(logits[[0, 2]], labels[[0, 2]])
+
+
+@pytest.mark.parametrize("label", [3, 7])
+def test_labels_out_of_range_are_refused(label):
+    with pytest.raises(ValueError, match=f"Label {label} is none of the head's 3 classes"):
+        error_energy(torch.randn(2, 3), torch.tensor([0, label]))

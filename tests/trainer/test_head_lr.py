@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, ViTConfig, ViTForImageClassification
 
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, head_learning_rate
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, head_learning_rate
 from entame_hf.trainer.head_lr import LOGIT_STEP, MARK, _share_of_gradient, feature_norms
 
 AUTO = {"head_lr": "auto", "entame_method": "mei"}
@@ -187,6 +187,11 @@ class TestRule:
     def test_half_precision(self):
         features = torch.full((4, 4096), 300.0, dtype=torch.float16)
         assert head_learning_rate(features) == pytest.approx(LOGIT_STEP / (300 * 4096))
+
+    @pytest.mark.parametrize("features", [torch.zeros(2, 3), torch.full((2, 3), torch.nan), torch.zeros(0, 3)])
+    def test_features_without_a_rate_are_refused(self, features):
+        with pytest.raises(InputError, match="zero or not finite"):
+            head_learning_rate(features)
 
 
 class Rates(TrainerCallback):
