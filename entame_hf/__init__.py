@@ -36,23 +36,15 @@ __all__ = [
     "z_norm",
 ]
 
-_NAMES = {
-    "config": ["EntameConfig"],
-    "energy": ["ErrorEnergy", "HeadReport", "error_energy", "inspect_head"],
-    "errors": ["InputError", "NonFiniteError", "RunError"],
-    "heads": ["Head", "find_heads"],
-    "layers": ["ZNormConv2d", "ZNormLinear", "z_norm"],
-    "patch": ["HeadFit", "apply_entame", "fit_head", "fold_entame"],
-    "trainer": ["EntameTrainer", "head_learning_rate"],
-    "training_args": ["EntameTrainingArguments"],
-}
+# Those that import least come first.
+_MODULES = ("errors", "config", "layers", "heads", "patch", "energy", "training_args", "trainer")
 
 
 # Each name is imported when it is first used: `entame --help` must not wait for torch and transformers.
 def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f".{module}", __name__), name)
+    for module in _MODULES if name in __all__ else ():
+        if name in vars(found := import_module(f".{module}", __name__)):
+            return vars(found)[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

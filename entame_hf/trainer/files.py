@@ -32,19 +32,16 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         RunError: the disk is full, or the folder is gone or read-only.
     """
     draft = path.with_name(f".{path.name}.draft")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(draft)
-        draft.replace(path)
-    except OSError as error:
-        raise RunError(
-            f"{path} could not be written ({error.strerror or error}). Make room there, and type the command again: a "
-            "training resumes with `resume_from_checkpoint=last`."
-        ) from error
-    finally:
-        # The name may be too long for it too.
-        with suppress(OSError):
-            draft.unlink(missing_ok=True)
+    with explained_write_errors(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(draft)
+            draft.replace(path)
+        except OSError:
+            # The name may be too long for it too.
+            with suppress(OSError):
+                draft.unlink()
+            raise
 
 
 def check_writable(folder: Path) -> None:
@@ -75,8 +72,8 @@ def make_output_dir(args: TrainingArguments) -> None:
 
 
 @contextmanager
-def explained_write_errors(folder: Path) -> Iterator[None]:
-    """Name the folder, and what to do, if it cannot be written to: the libraries name neither."""
+def explained_write_errors(path: Path) -> Iterator[None]:
+    """Name a file or folder, and what to do, if it cannot be written: the libraries name neither."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -84,11 +81,11 @@ def explained_write_errors(folder: Path) -> Iterator[None]:
         by_torch = "inline_container" in str(error)
         if not (getattr(error, "errno", None) or by_torch or "I/O error" in str(error)):
             raise
-        free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free / 1e6
-        reason = "torch.save could not finish" if by_torch else str(error).rstrip(".")
+        free = shutil.disk_usage(next(place for place in path.absolute().parents if place.exists())).free / 1e6
+        reason = "torch.save could not finish" if by_torch else getattr(error, "strerror", None) or error
         raise RunError(
-            f"{folder} could not be written: {reason}. {free:.0f} MB are free there. Earlier checkpoints are intact: "
-            "make room, and resume with `resume_from_checkpoint=last` (True in Python)."
+            f"{path} could not be written ({reason}); {free:.0f} MB are free there. Make room, and type the command "
+            "again. Earlier checkpoints are intact: `resume_from_checkpoint=last` (True in Python) resumes a training."
         ) from error
 
 
