@@ -169,6 +169,13 @@ def main() -> None:
     feeding.add_argument("--pairs", type=int, default=5, help="rounds of epochs that take turns")
     feeding.add_argument("--augmentations", nargs="+", default=["flip", "random_resized_crop"])
     feeding.add_argument(
+        "--inputs",
+        nargs="+",
+        default=["cached", "uncached", "tenth", "stream"],
+        choices=["cached", "uncached", "tenth", "stream"],
+        help="what takes turns with images on the device: files of which all, none or a tenth are cached, or a stream",
+    )
+    feeding.add_argument(
         "--workers",
         nargs="*",
         type=int,

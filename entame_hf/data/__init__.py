@@ -1,7 +1,7 @@
 """Datasets in, batches out."""
 
 from .augmentation import AUGMENTATIONS, Augmentation
-from .batches import BatchDataset, batch_loader, to_device
+from .batches import BatchDataset, BatchLoader, batch_loader, to_device
 from .build import BuiltDatasets, build_datasets, channel_statistics
 from .columns import balanced_class_weights, stratified_rows
 from .dataset import ClassificationDataset
@@ -31,6 +31,7 @@ __all__ = [
     "LAYOUTS",
     "Augmentation",
     "BatchDataset",
+    "BatchLoader",
     "BuiltDatasets",
     "ClassificationDataset",
     "HostBatch",

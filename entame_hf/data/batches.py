@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+# Batches that are requested before the one that is used; accelerate asks for one more.
+_AHEAD = 2
+# Rows that a stream's process sends at a time.
+_STREAMED_ROWS = 32
 
 
 class BatchDataset(Dataset):
@@ -24,9 +30,13 @@ class BatchDataset(Dataset):
         """Set the epoch that comes next."""
         self.epoch = epoch
 
-    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], Any] | None:
+    def start_copying(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], Any] | None:
         """Start to read a batch that takes hardly any work, and return what waits for it; `None` for other batches."""
         return None
+
+    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], Any]:
+        """Start to read a batch, and return what waits for it. Batches are started and waited for in order."""
+        return partial(self.read, indices, epoch, device)
 
     def read(self, indices: list[int], epoch: int, device: torch.device) -> Any:
         """Read a batch on the host; `device` is where it goes next."""
@@ -58,6 +68,11 @@ class PendingBatch:
         self._make = make
         self._made: tuple[dict[str, Tensor], Any] | None = None
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the batch is made."""
+        return self._made is not None
+
     def prepare(self) -> None:
         """Make the batch, unless it is made."""
         if self._made is None:
@@ -77,15 +92,16 @@ class PendingBatch:
 
 
 class BatchMaker:
-    """Collate rows into a [`PendingBatch`]: read in a thread, finished on a CUDA stream beside the training's.
+    """Collate rows into a [`PendingBatch`]: read in threads, finished on a CUDA stream beside the training's.
 
-    Cached batches skip the reader thread to avoid contention for the GIL: copying starts when a batch is requested.
+    One thread starts to read batches and another one waits for them, so that workers decode the next batch meanwhile.
+    Cached batches skip these threads to avoid contention for the GIL: copying starts when a batch is requested.
     """
 
     def __init__(self, dataset: BatchDataset, device: torch.device):
         self.dataset, self.device = dataset, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._latest: PendingBatch | None = None
+        self._pending: deque[PendingBatch] = deque()
         self._skipped = self._epoch = 0
 
     def skip(self, count: int) -> None:
@@ -97,11 +113,14 @@ class BatchMaker:
             self._skipped -= 1
             return PendingBatch(lambda: ({}, None))
         epoch = self.dataset.epoch
-        read = self.dataset.start_reading(indices, epoch, self.device)
+        read = self.dataset.start_copying(indices, epoch, self.device)
         if read is None:
-            read = _reader(os.getpid()).submit(self._read, indices, epoch).result
-        self._latest = PendingBatch(lambda: self._finish(read()))
-        return self._latest
+            start = self.dataset.start_reading
+            started = _thread(os.getpid(), "start").submit(self._call, start, indices, epoch, self.device)
+            read = _thread(os.getpid(), "wait").submit(lambda: self._call(started.result())).result
+        batch = PendingBatch(lambda: self._finish(read()))
+        self._pending.append(batch)
+        return batch
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the dataset the epoch of the next batches; streams count their own. To be called in all ranks."""
@@ -113,13 +132,15 @@ class BatchMaker:
 
     def prepare(self) -> None:
         """Make the next batch, if one was requested: best while the device is busy."""
-        if self._latest is not None:
-            self._latest.prepare()
-            self._latest = None
+        while self._pending:
+            batch = self._pending.popleft()
+            if not batch.is_made:
+                batch.prepare()
+                break
 
-    def _read(self, indices: list[int], epoch: int) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            return self.dataset.read(indices, epoch, self.device)
+            return function(*args)
 
     def _finish(self, batch: Any) -> tuple[dict[str, Tensor], Any]:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext(), torch.no_grad():
@@ -143,6 +164,48 @@ class _Rows(torch.utils.data.Dataset):
         return indices
 
 
+class _RowsOfStream(IterableDataset):
+    """Read the rows of a stream in a process of their own: each takes a while in which Python's lock is held."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for rows in DataLoader(_WithError(self.dataset), _STREAMED_ROWS, num_workers=1, collate_fn=list):
+            if isinstance(rows[-1], Exception):
+                yield from rows[:-1]
+                raise rows[-1]
+            yield from rows
+
+
+class _WithError(IterableDataset):
+    """End with the error that ends a dataset, which a process would wrap in a text of its own."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.dataset
+        except Exception as error:
+            yield error
+
+
+class BatchLoader(DataLoader):
+    """Request batches ahead of their use, so that several are read at the same time."""
+
+    def __iter__(self) -> Any:
+        ahead: deque[Any] = deque()
+        for batch in super().__iter__():
+            ahead.append(batch)
+            if len(ahead) > _AHEAD:
+                yield ahead.popleft()
+        yield from ahead
+
+
 def batch_loader(
     dataset: BatchDataset,
     batch_size: int,
@@ -157,13 +220,11 @@ def batch_loader(
     `num_workers` processes decode; 0 decodes in threads. Streams have no sampler and are not shuffled here.
     """
     dataset.start_workers(num_workers)
-    rows: Any = dataset
+    rows: Any = _Rows(dataset)
     if isinstance(dataset, IterableDataset):
-        sampler, shuffle = None, False
-    else:
-        rows = _Rows(dataset)
+        sampler, shuffle, rows = None, False, _RowsOfStream(dataset) if num_workers else dataset
     collate = BatchMaker(dataset, device)
-    return DataLoader(rows, batch_size, shuffle, sampler, drop_last=drop_last, collate_fn=collate)
+    return BatchLoader(rows, batch_size, shuffle, sampler, drop_last=drop_last, collate_fn=collate)
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -186,5 +247,5 @@ def thread_pool(count: int, name: str) -> ThreadPoolExecutor:
 
 # A forked process has none of its parent's threads.
 @cache
-def _reader(process: int) -> ThreadPoolExecutor:
-    return thread_pool(1, "read")
+def _thread(process: int, name: str) -> ThreadPoolExecutor:
+    return thread_pool(1, name)

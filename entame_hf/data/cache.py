@@ -17,7 +17,7 @@ from transformers.utils import logging
 from xxhash import xxh3_64_intdigest
 
 from .columns import image_files
-from .pipeline import DecodedImage
+from .images import DecodedImage
 from .workers import threads
 
 logger = logging.get_logger(__name__)
@@ -159,12 +159,12 @@ class ImageCache:
         here[damaged] = False
         return here
 
-    def write(self, row: int, image: DecodedImage) -> bool:
-        """Cache an image if there is room; return whether it is cached."""
+    def write(self, row: int, image: DecodedImage) -> None:
+        """Cache an image if there is room."""
         if row >= self.kept:
-            return False
+            return
         entry = np.array([(0, image.content, image.ratio, 0)], _INDEX)
-        entry["checksum"] = checksum = _checksum(image.pixels, entry[0])
+        entry["checksum"] = _checksum(image.pixels, entry[0])
         try:
             # Not through the mapping, where a full disk ends the process.
             os.pwrite(self._file, image.pixels.data, self._start + row * self._length)
@@ -172,10 +172,7 @@ class ImageCache:
         except OSError as error:
             logger.warning(f"The image cache cannot be written, so every epoch decodes the other images: {error}")
             self.kept = 0
-            return False
         self._checked[row] = False
-        # Not true on disks whose mappings do not show what is written.
-        return bool(self.index["checksum"][row] == checksum)
 
     def _copy(self, rows: NDArray[np.int64], out: NDArray[np.uint8], start: int, stop: int) -> list[int]:
         rows, out = rows[start:stop], out[start:stop]

@@ -18,8 +18,8 @@ from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
 from .cache import ImageCache, file_marks, open_cache
 from .columns import check_labels, count_classes, label_indices, label_shares, row_number
-from .images import UnreadableImageError
-from .pipeline import DecodedImage, HostBatch, ImagePipeline, Keep, PipelineDataset
+from .images import DecodedImage, UnreadableImageError
+from .pipeline import HostBatch, ImagePipeline, Keep, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableRows
 from .workers import Workers
@@ -92,7 +92,7 @@ class ClassificationDataset(PipelineDataset):
         self.unreadable = UnreadableRows(self.labels, class_names, self.describe, self._reason)
         self._cache_limit = round(cache_gb * 1e9)
         self._cache = self._open_cache()
-        self._workers = Workers(self._decode_row)
+        self._workers = self._new_workers()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -104,28 +104,30 @@ class ClassificationDataset(PipelineDataset):
 
     def read(self, indices: list[int], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
         """Read a batch from the cache, and decode the images that are not cached, common JPEGs on a CUDA `device`."""
-        asked = np.asarray(indices, dtype=np.int64)
-        gpu = device if device is not None and device.type == "cuda" else None
-        batch = HostBatch.allocate(asked, self.pipeline.length, epoch, device)
-        rows, todo, tried = asked.copy(), np.arange(len(asked)), np.empty(0, np.int64)
-        # Each round reads what the one before cached, and the next row for each that it found unreadable.
-        while len(todo):
-            rows[todo] = self.unreadable.replace(asked[todo])
-            todo = self._read_cached(rows, todo, batch)
-            if len(todo) and np.array_equal(rows[todo], tried):
-                # This disk does not show what other processes write.
-                self._workers.stop()
-                self._cache = None
-            tried = rows[todo]
-            if gpu is not None and len(todo):
-                todo, gpu = self._decode_on_gpu(rows, todo, batch, gpu), None
-            if len(todo):
-                decode = self._decode_in_threads if self._workers.pool is None else self._decode_in_workers
-                todo = decode(rows, todo, batch)
-        return self._label(batch, rows)
+        return self.start_reading(indices, epoch, device)()
 
-    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], HostBatch] | None:
-        """Start to copy a batch that is cached: see [`BatchDataset.start_reading`]."""
+    def start_reading(
+        self, indices: list[int], epoch: int = 0, device: torch.device | None = None
+    ) -> Callable[[], HostBatch]:
+        """Read what is cached and start to decode the other images: see [`BatchDataset.start_reading`]."""
+        asked = np.asarray(indices, dtype=np.int64)
+        batch = HostBatch.allocate(asked, self.pipeline.length, epoch, device)
+        rows = self.unreadable.replace(asked).copy()
+        left = self._read_cached(rows, np.arange(len(asked)), batch)
+        decode = self._start_decoding(rows, left, batch, device)
+
+        def wait() -> HostBatch:
+            todo = decode()
+            # Each round reads the next row for each that the one before found unreadable.
+            while len(todo):
+                rows[todo] = self.unreadable.replace(asked[todo])
+                todo = self._start_decoding(rows, self._read_cached(rows, todo, batch), batch)()
+            return self._label(batch, rows)
+
+        return wait
+
+    def start_copying(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], HostBatch] | None:
+        """Start to copy a batch that is cached: see [`BatchDataset.start_copying`]."""
         asked = np.asarray(indices, dtype=np.int64)
         rows = self.unreadable.replace(asked)
         if self._cache is None or not self._cache.has(rows).all():
@@ -158,7 +160,8 @@ class ClassificationDataset(PipelineDataset):
         other = copy.copy(self)
         preparation = self.pipeline.preparation.with_processor(processor)
         other.pipeline = ImagePipeline(preparation, self.pipeline.augmentation, self.pipeline.num_classes)
-        other._cache, other._workers = other._open_cache(), Workers(other._decode_row)
+        other._cache = other._open_cache()
+        other._workers = other._new_workers()
         return other
 
     @contextmanager
@@ -166,7 +169,7 @@ class ClassificationDataset(PipelineDataset):
         """Show the same images as evaluation sees them, with stand-ins labelled -100; cache and flags are shared."""
         view = copy.copy(self)
         view.pipeline = self.pipeline.for_evaluation()
-        view.evaluation, view._workers = True, Workers(view._decode_row)
+        view.evaluation, view._workers = True, view._new_workers()
         try:
             yield view
         finally:
@@ -199,51 +202,53 @@ class ClassificationDataset(PipelineDataset):
         batch.ratios.numpy()[todo[here]] = self._cache.index["ratio"][rows[todo[here]]]
         return todo[~here]
 
-    def _decode_on_gpu(self, rows: Rows, todo: Rows, batch: HostBatch, device: torch.device) -> Rows:
-        """Decode on a GPU what it can; return the positions that are left."""
+    def _start_decoding(
+        self, rows: Rows, todo: Rows, batch: HostBatch, device: torch.device | None = None
+    ) -> Callable[[], Rows]:
+        """Decode on a GPU what it can, and start workers on the others; they return the positions of unreadable ones.
+
+        Workers share memory for whole batches: without a `device`, few images are left, which threads decode.
+        """
+        if not len(todo):
+            return lambda: todo
         values = self.dataset[rows[todo]][self.image_column]
-        return np.delete(todo, self.pipeline.decode_on_gpu(batch, todo, values, device, self._keeper(rows[todo])))
+        if device is not None and device.type == "cuda":
+            done = self.pipeline.decode_on_gpu(batch, todo, values, device, self._keeper(rows[todo]))
+            left = np.delete(np.arange(len(todo)), done)
+            todo, values = todo[left], [values[i] for i in left]
+        workers = self._workers if device is not None else self._new_workers()
+        decode = workers.start_decoding(batch.pixels.numpy(), batch.ratios.numpy(), todo, rows[todo], values)
 
-    def _decode_in_threads(self, rows: Rows, todo: Rows, batch: HostBatch) -> Rows:
-        """Decode in threads; return the positions that are unreadable."""
-        values = self.dataset[rows[todo]][self.image_column]
-        unreadable = self.pipeline.decode_into(batch, todo, values, self._keeper(rows[todo]))
-        for i, error in unreadable:
-            self.unreadable.add(int(rows[todo[i]]), error)
-        return todo[[i for i, _ in unreadable]]
+        def wait() -> Rows:
+            errors = decode()
+            if self.evaluation and self._has_most():
+                # No epoch follows at whose start they would stop.
+                self._workers.stop()
+            for i, error in errors:
+                self.unreadable.add(int(rows[todo[i]]), error)
+            return todo[[i for i, _ in errors]]
 
-    def _decode_in_workers(self, rows: Rows, todo: Rows, batch: HostBatch) -> Rows:
-        """Decode in worker processes; return the positions that are left: cached now, or unreadable."""
-        wanted = rows[todo].tolist()
-        decoded: list[DecodedImage | UnreadableImageError | None] = self._workers.map(wanted)
-        if self.evaluation and self._has_most():
-            # No epoch follows at whose start they would stop.
-            self._workers.stop()
-        left = np.ones(len(todo), bool)
-        for i, image in enumerate(decoded):
-            if isinstance(image, UnreadableImageError):
-                self.unreadable.add(wanted[i], image)
-            elif image is not None:
-                batch.pixels.numpy()[todo[i]], batch.ratios[todo[i]] = image.pixels, image.ratio
-                left[i] = False
-        return todo[left]
+        return wait
 
-    def _decode_row(self, row: int) -> DecodedImage | UnreadableImageError | None:
-        """Decode a row; `None` if the cache has the image now."""
-        image = self.pipeline.decode(self.dataset[row][self.image_column])
-        return None if isinstance(image, DecodedImage) and self._keep(row, image) else image
+    def _decode_row(self, row: int, value: Any) -> DecodedImage | UnreadableImageError:
+        """Decode a row's image, and cache it."""
+        image = self.pipeline.decode(value)
+        if self._cache is not None and isinstance(image, DecodedImage):
+            self._cache.write(row, image)
+        return image
+
+    def _new_workers(self) -> Workers:
+        return Workers(self._decode_row, self.pipeline.length)
 
     def _has_most(self) -> bool:
         return self._cache is not None and self._cache.fraction() >= _MOST
 
-    def _keep(self, row: int, image: DecodedImage) -> bool:
-        return self._cache is not None and self._cache.write(row, image)
-
     def _keeper(self, rows: Rows) -> Keep | None:
+        cache = self._cache
         # Without room in the cache, images that a GPU decoded are not copied back.
-        if self._cache is None or rows.min() >= self._cache.kept:
+        if cache is None or rows.min() >= cache.kept:
             return None
-        return lambda i, image: self._keep(int(rows[i]), image)
+        return lambda i, image: cache.write(int(rows[i]), image)
 
     def _open_cache(self) -> ImageCache | None:
         marks = file_marks(self.dataset, self.image_column) if self._cache_limit > 0 else []

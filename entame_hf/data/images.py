@@ -7,7 +7,7 @@ import stat
 import zlib
 from importlib import import_module
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import numpy as np
@@ -32,6 +32,14 @@ _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b
 
 class UnreadableImageError(OSError):
     """Report an image that cannot be used: missing, broken, too large, or not an image."""
+
+
+class DecodedImage(NamedTuple):
+    """Hold an image's prepared pixels, uint8 (B,), its ratio of width to height, and its file's hash or 0."""
+
+    pixels: NDArray[np.uint8]
+    ratio: float
+    content: int
 
 
 def decode_image(value: Any) -> Image.Image:

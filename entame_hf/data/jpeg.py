@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -84,16 +85,22 @@ def decode_on_gpu(images: list[bytes], device: torch.device) -> list[Tensor] | N
 
     It does not interpolate colours between pixels as libjpeg-turbo does: good to train on, not to compare with.
     """
+    decode = gpu_decoder()
+    try:
+        return None if decode is None else list(decode(images, device=device))
+    except RuntimeError:
+        return None
+
+
+def gpu_decoder() -> Callable[..., Any] | None:
+    """Return TorchCodec's `decode_jpeg`; `None`, after a warning, where it is not installed."""
     try:
         from torchcodec import decoders
     # Its library does not load beside a torch of another kind.
     except (ImportError, OSError, RuntimeError):
         logger.warning_once("JPEGs are decoded on the CPU. To decode them on the GPU: pip install torchcodec")
         return None
-    try:
-        return list(decoders.decode_jpeg(images, device=device))
-    except RuntimeError:
-        return None
+    return decoders.decode_jpeg
 
 
 def _upright(data: bytes) -> bool:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from .augmentation import Augmentation, Rows
 from .batches import BatchDataset, to_device
-from .images import UnreadableImageError, decode_image, encoded_bytes
-from .jpeg import JpegHeader, common_jpeg, decode_on_gpu, decode_pixels
+from .images import DecodedImage, UnreadableImageError, decode_image, encoded_bytes
+from .jpeg import JpegHeader, common_jpeg, decode_on_gpu, decode_pixels, gpu_decoder
 from .preparation import Preparation
 from .resampling import EvaluationCrop, ResizeCrop, crop_and_resize
 from .source import SkippedImage
@@ -26,14 +25,7 @@ from .workers import in_threads
 _GPU_BATCH_PIXELS = 2**26
 
 
-class DecodedImage(NamedTuple):
-    """Hold an image's prepared pixels, uint8 (B,), its ratio of width to height, and its file's hash or 0."""
-
-    pixels: NDArray[np.uint8]
-    ratio: float
-    content: int
-
-
+# Takes a decoded image and its number.
 Keep = Callable[[int, DecodedImage], Any]
 
 
@@ -116,33 +108,15 @@ class ImagePipeline:
         except Exception as error:
             return UnreadableImageError(f"{type(error).__name__}: {error}")
 
-    def decode_into(
-        self, batch: HostBatch, positions: Rows, values: list[Any], keep: Keep | None = None
-    ) -> list[tuple[int, UnreadableImageError]]:
-        """Decode images to their places in a batch, in threads, which call `keep` with each number and image.
-
-        Returns:
-            `list[tuple[int, UnreadableImageError]]`: the numbers of those that cannot be decoded.
-        """
-        pixels, ratios = batch.pixels.numpy(), batch.ratios.numpy()
-
-        def decode(i: int) -> tuple[int, UnreadableImageError] | None:
-            image = self.decode(values[i])
-            if isinstance(image, UnreadableImageError):
-                return i, image
-            pixels[positions[i]], ratios[positions[i]] = image.pixels, image.ratio
-            if keep:
-                keep(i, image)
-            return None
-
-        return [error for error in in_threads(decode, range(len(values))) if error]
-
     def decode_on_gpu(
         self, batch: HostBatch, positions: Rows, values: list[Any], device: torch.device, keep: Keep | None = None
     ) -> list[int]:
-        """Decode likewise what nvJPEG decodes reliably, on a CUDA device; return the numbers of these images."""
+        """Decode what nvJPEG decodes reliably to its places in a batch, on a CUDA device; return these numbers.
+
+        Threads call `keep` with each number and image.
+        """
         resize_crop = self.preparation.resize_crop
-        if resize_crop is None:
+        if resize_crop is None or gpu_decoder() is None:
             return []
         files = in_threads(_read, values)
         sizes = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch.utils.data import IterableDataset
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
 from .columns import check_labels, count_classes
-from .images import UnreadableImageError
+from .images import DecodedImage, UnreadableImageError
 from .pipeline import HostBatch, ImagePipeline, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableDataError, UnreadableNames
+from .workers import Workers
 
 
 class StreamingDataset(PipelineDataset, IterableDataset):
@@ -76,6 +77,7 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         self.pipeline = ImagePipeline(preparation, augmentation, num_classes)
         self.name, self.evaluation = name, evaluation
         self.unreadable = UnreadableNames(num_classes)
+        self._workers = Workers(self._decode, self.pipeline.length)
         self._spare: tuple[HostBatch, Tensor] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -85,6 +87,12 @@ class StreamingDataset(PipelineDataset, IterableDataset):
 
     def read(self, indices: list[Any], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
         """Decode a batch of rows, as iterating gives them with their epoch; a CUDA `device` decodes common JPEGs."""
+        return self.start_reading(indices, epoch, device)()
+
+    def start_reading(
+        self, indices: list[Any], epoch: int = 0, device: torch.device | None = None
+    ) -> Callable[[], HostBatch]:
+        """Start to decode a batch: see [`BatchDataset.start_reading`]."""
         labels = torch.tensor([item[self.label_column] for item in indices])
         check_labels(labels, self.pipeline.num_classes, self.label_column)
         self.unreadable.count(labels)
@@ -93,17 +101,29 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         values, left = [item[self.image_column] for item in indices], np.arange(len(indices))
         if device is not None and device.type == "cuda":
             left = np.delete(left, self.pipeline.decode_on_gpu(batch, left, values, device))
-        readable = np.ones(len(values), bool)
-        for i, error in self.pipeline.decode_into(batch, left, [values[i] for i in left]):
-            readable[left[i]] = False
-            self._add_unreadable(indices[left[i]], error)
-        if not readable.all():
-            labels = self._stand_in(batch, labels, readable)
-        self._spare = batch, labels
-        if self.evaluation:
-            labels = labels.masked_fill(torch.from_numpy(~readable), IGNORED_LABEL)
-        batch.labels = labels
-        return batch
+        pixels, ratios = batch.pixels.numpy(), batch.ratios.numpy()
+        decode = self._workers.start_decoding(pixels, ratios, left, left, [values[i] for i in left])
+
+        def wait() -> HostBatch:
+            readable = np.ones(len(values), bool)
+            for i, error in decode():
+                readable[left[i]] = False
+                self._add_unreadable(indices[left[i]], error)
+            shown = labels if readable.all() else self._stand_in(batch, labels, readable)
+            self._spare = batch, shown
+            batch.labels = shown
+            if self.evaluation:
+                batch.labels = shown.masked_fill(torch.from_numpy(~readable), IGNORED_LABEL)
+            return batch
+
+        return wait
+
+    def start_workers(self, count: int) -> None:
+        """Start so many processes that decode."""
+        self._workers.start(count)
+
+    def _decode(self, row: int, value: Any) -> DecodedImage | UnreadableImageError:
+        return self.pipeline.decode(value)
 
     def _stand_in(self, batch: HostBatch, labels: Tensor, readable: NDArray[np.bool_]) -> Tensor:
         """Put the next readable image of the batch in the place of an unreadable one, or one of the batch before."""

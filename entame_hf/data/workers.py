@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
+from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .batches import thread_pool
+from .images import DecodedImage, UnreadableImageError
 
 logger = logging.getLogger(__name__)
 
 # Rows that a process gets at a time.
-_CHUNK = 8
-_task: Callable[[int], Any]
+_CHUNK = 4
+# Shared memory for batches that are decoded at the same time, and what each of them may use.
+_PARTS, _PART_BYTES = 3, 2**28
+Part = tuple[int, NDArray[np.uint8]]
+_work: tuple[Callable[[int, Any], Any], NDArray[np.uint8]]
 
 
 def cores() -> int:
@@ -51,20 +59,32 @@ def _threads(process: int) -> ThreadPoolExecutor:
 
 
 class Workers:
-    """Run a task for many rows, in forked processes once they are started, else in threads; results are pickled.
+    """Decode images in forked processes once they are started, else in threads.
 
     Pillow and image processors hold Python's lock for most of the time that a small image takes. Processes have the
-    task as it is when they start.
+    decoder as it is when they start, and share with this one the memory to which they decode.
+
+    Args:
+        decode (`Callable`): Maps a row's number and its image to a [`DecodedImage`], or to the error if there is none.
+        length (`int`): The bytes of a decoded image.
     """
 
-    def __init__(self, task: Callable[[int], Any]):
-        self.task = task
+    def __init__(self, decode: Callable[[int, Any], DecodedImage | UnreadableImageError], length: int):
+        self.decode, self.length = decode, length
         self.pool: ProcessPoolExecutor | None = None
+        self._free: SimpleQueue[Part] = SimpleQueue()
 
     def start(self, count: int) -> None:
         """Start processes, if none run and the system can fork."""
-        if count and self.pool is None and "fork" in multiprocessing.get_all_start_methods():
-            self.pool = _fork(self.task, count)
+        if not count or self.pool is not None or "fork" not in multiprocessing.get_all_start_methods():
+            return
+        images = max(1, _PART_BYTES // self.length)
+        memory = mmap.mmap(-1, _PARTS * images * self.length)
+        shared = np.frombuffer(memory, np.uint8).reshape(_PARTS, images, self.length)
+        self._free = SimpleQueue()
+        for number, part in enumerate(shared):
+            self._free.put((number, part))
+        self.pool = _fork((self.decode, shared), count)
 
     def stop(self) -> None:
         """Stop the processes: the training process is slower beside processes that were forked from it."""
@@ -72,23 +92,66 @@ class Workers:
             self.pool.shutdown(wait=False)
             self.pool = None
 
-    def map(self, rows: list[int]) -> list[Any]:
-        """Run the task for rows, and return the results in their order."""
-        if self.pool is not None:
-            try:
-                return list(self.pool.map(_run, rows, chunksize=_CHUNK))
-            except BrokenProcessPool:
-                logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
-                self.pool = None
-        return in_threads(self.task, rows)
+    def start_decoding(
+        self,
+        pixels: NDArray[np.uint8],
+        ratios: NDArray[np.float32],
+        positions: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        values: list[Any],
+    ) -> Callable[[], list[tuple[int, UnreadableImageError]]]:
+        """Start to decode images to their positions in a batch of pixels and ratios.
+
+        Returns:
+            `Callable`: Waits for them, and returns the numbers in `values` of those that cannot be decoded.
+        """
+        numbers, free = rows.tolist(), self._free
+        part, futures = self._submit(numbers, values)
+
+        def decode(i: int) -> float | UnreadableImageError:
+            return _decode_to(pixels[positions[i]], self.decode(numbers[i], values[i]))
+
+        def finish() -> list[tuple[int, UnreadableImageError]]:
+            results: list[float | UnreadableImageError] = []
+            if part is not None:
+                try:
+                    results = [result for future in futures for result in future.result()]
+                    pixels[positions[: len(results)]] = part[1][: len(results)]
+                except BrokenProcessPool:
+                    logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
+                    self.pool = None
+                free.put(part)
+            results += in_threads(decode, range(len(results), len(values)))
+            errors = [(i, result) for i, result in enumerate(results) if isinstance(result, UnreadableImageError)]
+            ratios[positions] = [0.0 if isinstance(result, UnreadableImageError) else result for result in results]
+            return errors
+
+        return finish
+
+    def _submit(self, rows: list[int], values: list[Any]) -> tuple[Part | None, list[Future]]:
+        """Let processes decode as many images as a part of the shared memory holds."""
+        if self.pool is None:
+            return None, []
+        number, images = part = self._free.get()
+        count = min(len(rows), len(images))
+        chunks = [slice(at, min(at + _CHUNK, count)) for at in range(0, count, _CHUNK)]
+        try:
+            return part, [self.pool.submit(_run, number, at.start, rows[at], values[at]) for at in chunks]
+        # Another thread has stopped them.
+        except (AttributeError, RuntimeError):
+            self._free.put(part)
+            return None, []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "pool": None}
+        return {"decode": self.decode, "length": self.length}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
 
-def _fork(task: Callable[[int], Any], count: int) -> ProcessPoolExecutor:
+def _fork(work: tuple[Any, NDArray[np.uint8]], count: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(task, os.getpid()))
+    pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(work, os.getpid()))
     collects = gc.isenabled()
     # A collection in a fork, before it begins, would end what the parent no longer uses: process groups, streams.
     gc.disable()
@@ -101,13 +164,22 @@ def _fork(task: Callable[[int], Any], count: int) -> ProcessPoolExecutor:
     return pool
 
 
-def _run(row: int) -> Any:
-    return _task(row)
+def _run(part: int, start: int, rows: list[int], values: list[Any]) -> list[float | UnreadableImageError]:
+    decode, shared = _work
+    places = shared[part, start : start + len(rows)]
+    return [_decode_to(*each) for each in zip(places, map(decode, rows, values), strict=True)]
 
 
-def _begin(task: Callable[[int], Any], parent: int) -> None:
-    global _task
-    _task = task
+def _decode_to(place: NDArray[np.uint8], image: DecodedImage | UnreadableImageError) -> float | UnreadableImageError:
+    if isinstance(image, UnreadableImageError):
+        return image
+    place[:] = image.pixels
+    return image.ratio
+
+
+def _begin(work: tuple[Any, NDArray[np.uint8]], parent: int) -> None:
+    global _work
+    _work = work
     gc.freeze()
     gc.enable()
     threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()

@@ -18,7 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.utils import logging
 
-from ..data import BatchDataset, batch_loader, to_device
+from ..data import BatchDataset, BatchLoader, batch_loader, to_device
 from ..errors import InputError
 from ..heads import Head, num_classes, num_features
 from ..patch import BATCH_NORMS, frozen_statistics
@@ -42,7 +42,11 @@ def prepared_loader(
     maker = loader.collate_fn
     # Each process makes its own batches: the first one has none to hand out. Other streams keep the setting.
     with temporarily(accelerator.dataloader_config, dispatch_batches=False):
-        return accelerator.prepare(loader), maker
+        prepared = accelerator.prepare(loader)
+    # accelerate builds a plain one of the same settings.
+    if type(prepared.base_dataloader) is DataLoader:
+        prepared.base_dataloader.__class__ = BatchLoader
+    return prepared, maker
 
 
 def place_in_stream(trainer: Any, checkpoint: str) -> tuple[int, int] | None:

@@ -23,6 +23,7 @@ from entame_hf.data import (
     Augmentation,
     ClassificationDataset,
     Preparation,
+    StreamingDataset,
     build_datasets,
     decode_image,
     evaluation_transform,
@@ -93,20 +94,23 @@ class Turns:
 
 
 class TurnsTrainer(EntameTrainer):
-    """Train on `train_dataset`, on resident images and on `uncached`, one epoch each in turn."""
+    """Train on each of `inputs` for an epoch in turn, beginning with `train_dataset`."""
 
-    resident: OnDevice
-    uncached: ClassificationDataset
+    inputs: dict[str, Any]
 
     def get_train_dataloader(self) -> Any:
-        resident = DataLoader(
-            self.resident, self._train_batch_size, shuffle=True, collate_fn=self.resident.collate, drop_last=True
-        )
-        ours = super().get_train_dataloader()
-        cached, self.train_dataset = self.train_dataset, self.uncached
-        uncached = super().get_train_dataloader()
-        self.train_dataset = cached
-        return Turns(ours, self.accelerator.prepare(resident), uncached)
+        first, loaders = self.train_dataset, []
+        for data in self.inputs.values():
+            if isinstance(data, OnDevice):
+                resident = DataLoader(
+                    data, self._train_batch_size, shuffle=True, collate_fn=data.collate, drop_last=True
+                )
+                loaders.append(self.accelerator.prepare(resident))
+            else:
+                self.train_dataset = data
+                loaders.append(super().get_train_dataloader())
+        self.train_dataset = first
+        return Turns(*loaders)
 
 
 def train_usually(options: argparse.Namespace, name: str, data: Dataset, workers: int) -> float:
@@ -151,9 +155,10 @@ def model_of(name: str, size: int) -> Any:
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Train each model on resident images, on files as we read them, and on files through the usual transforms.
 
-    Epochs with resident images, cached files and uncached files take turns in one training, as machines change their
-    pace, and each round gives two ratios over resident images. An epoch includes the wait for its first batch. The
-    first epoch, which fills the cache, is measured from its ninth step on.
+    Epochs take turns in one training, as machines change their pace: images on the device, cached files, files without
+    a cache, files of which a tenth is cached, and a stream of Parquet files. Each round gives their ratios over images
+    on the device. An epoch includes the wait for its first batch. The first epoch, which fills the cache, is measured
+    from its ninth step on.
     """
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -162,27 +167,48 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         print(f"drew {options.images} images in {time.perf_counter() - start:.0f} s", flush=True)
         datasets.config.HF_DATASETS_CACHE = Path(folder)
         rows = load_splits(data_dir=str(Path(folder) / "images"), test_fraction=0.001).train
+        if "stream" in options.inputs:
+            write_shards(rows, Path(folder) / "shards")
         for name in options.models:
-            results[name] = measure(options, name, rows)
+            results[name] = measure(options, name, rows, Path(folder))
     return {
         "size": options.size,
         "batch": options.batch,
         "compiled": options.compile,
         "images": options.images,
+        "cores": cores(),
         **results,
     }
 
 
-def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, Any]:
+def write_shards(rows: Any, folder: Path, count: int = 8) -> None:
+    """Write the files of rows into Parquet files, as the Hub stores them."""
+    folder.mkdir()
+    for index in range(count):
+        shard = rows.shard(count, index)
+        files = [Path(image["path"]) for image in shard.cast_column("image", datasets.Image(decode=False))["image"]]
+        table = {"image": [{"bytes": file.read_bytes()} for file in files], "label": shard["label"]}
+        datasets.Dataset.from_dict(table, features=rows.features).to_parquet(folder / f"{index}.parquet")
+
+
+def measure(options: argparse.Namespace, name: str, rows: Any, folder: Path) -> dict[str, Any]:
     processor = set_image_size(timm_processor(model_of(name, options.size)), options.size)
     figures: dict[str, Any] = {}
     for augmentation in options.augmentations:
         preparation = Preparation(processor, exact=False, whole=augmentation == "random_resized_crop")
-        cached, uncached = (
-            ClassificationDataset(rows, "image", "label", preparation, Augmentation(augmentation), cache_gb=space)
-            for space in (32, 0)
-        )
-        measured = take_turns(options, name, cached, uncached)
+        space = {"cached": 32.0, "uncached": 0.0}
+        space["tenth"] = 0.1e-9 * len(rows) * 3 * preparation.size[0] * preparation.size[1]
+        inputs: dict[str, Any] = {"device": OnDevice(len(rows) // options.batch * options.batch, options.size)}
+        for key in [each for each in options.inputs if each in space]:
+            # Caches in one folder share the space.
+            datasets.config.HF_DATASETS_CACHE = folder / key
+            inputs[key] = ClassificationDataset(
+                rows, "image", "label", preparation, Augmentation(augmentation), cache_gb=space[key]
+            )
+        if "stream" in options.inputs:
+            shards: Any = datasets.load_dataset(str(folder / "shards"), split="train", streaming=True)
+            inputs["stream"] = StreamingDataset(shards, "image", "label", preparation, Augmentation(augmentation))
+        measured = take_turns(options, name, inputs)
         figures |= {f"{key}_{augmentation}": value for key, value in measured.items()}
         print(name, figures, flush=True)
     usual = UsualTransforms(rows, evaluation_transform(processor))
@@ -192,32 +218,31 @@ def measure(options: argparse.Namespace, name: str, rows: Any) -> dict[str, Any]
     return figures
 
 
-def take_turns(
-    options: argparse.Namespace, name: str, cached: ClassificationDataset, uncached: ClassificationDataset
-) -> dict[str, Any]:
-    """Train on cached, resident and uncached images, one epoch after the other."""
+def take_turns(options: argparse.Namespace, name: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Train on each input for an epoch, one after the other."""
     torch.manual_seed(0)
-    epoch = len(cached) // options.batch
-    # The first epoch, then one of each to warm up.
-    steps = epoch * (4 + 3 * options.pairs)
+    # The first epoch fills the cache, and is followed by one of each to warm up.
+    inputs = {"cached": inputs.pop("cached"), **inputs}
+    epoch = len(inputs["cached"]) // options.batch
+    steps = epoch * len(inputs) * (1 + options.pairs)
     clock, timer = StepClock(WARM_UP, epoch), EpochTimer()
     args = training_arguments(options, steps, dataloader_num_workers=cores(), dataloader_pin_memory=False)
-    trainer = TurnsTrainer(model_of(name, options.size), args, train_dataset=cached, callbacks=[clock, timer])
-    trainer.resident, trainer.uncached = OnDevice(epoch * options.batch, options.size), uncached
+    trainer = TurnsTrainer(
+        model_of(name, options.size), args, train_dataset=inputs["cached"], callbacks=[clock, timer]
+    )
+    trainer.inputs = inputs
     trainer.train()
     torch._dynamo.reset()
     # The first mark is the end of the first epoch.
-    device, decoded, fed = (timer.ends.milliseconds()[start::3] for start in (3, 4, 5))
+    places = {key: len(inputs) - 1 + place for place, key in enumerate(inputs)}
+    spans = {key: timer.ends.milliseconds()[place :: len(inputs)] for key, place in places.items()}
     images = 1e3 * epoch * options.batch
     first = clock.rate(options.batch, WARM_UP, epoch)
-    return {
-        "first_epoch": first,
-        "device": images / median(device),
-        "ours": images / median(fed),
-        "uncached": images / median(decoded),
-        "first_epoch_over_device": first * median(device) / images,
-        "ours_over_device": [a / b for a, b in zip(device, fed, strict=True)],
-        "uncached_over_device": [a / b for a, b in zip(device, decoded, strict=True)],
+    figures: dict[str, Any] = {key: images / median(values) for key, values in spans.items()}
+    figures |= {"first_epoch": first, "first_epoch_over_device": first * median(spans["device"]) / images}
+    device = spans.pop("device")
+    return figures | {
+        f"{key}_over_device": [a / b for a, b in zip(device, values, strict=True)] for key, values in spans.items()
     }
 
 

@@ -112,7 +112,7 @@ class SourceTask(BatchDataset):
     def __len__(self) -> int:
         return self.count
 
-    def start_reading(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], Any]:
+    def start_copying(self, indices: list[int], epoch: int, device: torch.device) -> Callable[[], Any]:
         return partial(self.read, indices, epoch, device)
 
     def read(self, indices: list[int], epoch: int, device: torch.device) -> tuple[list[int], int]:

@@ -71,7 +71,7 @@ def test_batches_depend_on_neither_workers_nor_cache(folder):
     expected = batches(images(folder, cache_gb=0))
     data = images(folder)
     assert equal(batches(data, num_workers=2), expected)
-    assert data.start_reading(list(range(60)), 0, CPU) is not None
+    assert data.start_copying(list(range(60)), 0, CPU) is not None
     # Workers are let go once there is nothing left for them.
     assert data._workers.pool is not None
     data.set_epoch(1)
@@ -106,7 +106,7 @@ def test_threads_go_on_where_a_worker_was_killed(folder, caplog):
 def test_workers_end_with_a_parent_that_was_killed():
     code = (
         "import os, time\nfrom entame_hf.data.workers import Workers\n"
-        "workers = Workers(int)\nworkers.start(2)\nprint(*workers.pool._processes, flush=True)\ntime.sleep(60)"
+        "workers = Workers(int, 1)\nworkers.start(2)\nprint(*workers.pool._processes, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         workers = [int(number) for number in parent.stdout.readline().split()]
@@ -129,7 +129,7 @@ def is_running(process: int) -> bool:
 def test_exact_pixels_are_not_taken_from_others(folder):
     exact = ClassificationDataset(table_of(folder), "image", "label", Preparation(PROCESSOR))
     batches(images(folder, "none"))
-    assert exact.start_reading(list(range(60)), 0, CPU) is None
+    assert exact.start_copying(list(range(60)), 0, CPU) is None
 
 
 def test_items_are_what_batches_hold(folder):
@@ -168,7 +168,7 @@ def test_a_damaged_cache_is_decoded_again(folder, workers):
         file.seek(path.stat().st_size // 2)
         file.write(b"damage" * 5000)
     data = images(folder)
-    assert data.start_reading(list(range(60)), 0, CPU) is not None
+    assert data.start_copying(list(range(60)), 0, CPU) is not None
     assert equal(batches(data, num_workers=workers), expected)
     assert equal(batches(data, num_workers=workers), expected)
 

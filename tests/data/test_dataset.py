@@ -64,7 +64,7 @@ def test_items_are_counted_from_the_end_as_well():
     data = dataset(5)
     torch.testing.assert_close(data[-1], data[4])
     assert data[4]["labels"] == 0
-    assert data.start_reading([4], 0, torch.device("cpu")) is not None
+    assert data.start_copying([4], 0, torch.device("cpu")) is not None
     with pytest.raises(IndexError):
         data[5]
     assert len(list(data)) == 5

@@ -15,6 +15,7 @@ from transformers import ViTImageProcessor
 from entame_hf.data import Preparation, UnreadableImageError, decode_image, decode_pixels, set_image_size
 from entame_hf.data.jpeg import common_jpeg, decode_on_gpu
 from entame_hf.data.pipeline import HostBatch, ImagePipeline
+from entame_hf.data.workers import Workers
 
 
 def jpeg(mode: str = "RGB", orientation: int | None = None, **options) -> bytes:
@@ -150,7 +151,10 @@ def test_what_a_gpu_decodes_joins_what_threads_decode():
         batch = HostBatch.allocate(np.arange(len(chosen)), pipeline.length, 0, cpu)
         done = pipeline.decode_on_gpu(batch, positions, chosen, cpu, lambda i, image: kept.update({i: image}))
         left = np.delete(np.arange(len(chosen)), done)
-        assert pipeline.decode_into(batch, positions[left], [chosen[i] for i in left]) == []
+        workers = Workers(lambda row, value: pipeline.decode(value), pipeline.length)
+        rest = [chosen[i] for i in left]
+        places = np.array(positions[left])
+        assert workers.start_decoding(batch.pixels.numpy(), batch.ratios.numpy(), places, places, rest)() == []
         pixels = batch.pixels_on(cpu)
         for i, value in enumerate(chosen):
             expected = pipeline.decode(value)

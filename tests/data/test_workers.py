@@ -6,8 +6,10 @@ import gc
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from entame_hf.data.images import DecodedImage, UnreadableImageError
 from entame_hf.data.workers import Workers
 
 
@@ -21,12 +23,42 @@ class Ends:
         (self.folder / str(os.getpid())).touch()
 
 
-def collect(row: int) -> int:
+def collect(row: int, value: int) -> DecodedImage:
     # One of its own is collected there.
     cycle: list = []
     cycle.append(cycle)
     del cycle
-    return gc.collect() + row
+    return fill(row, gc.collect())
+
+
+def fill(row: int, value: int) -> DecodedImage | UnreadableImageError:
+    return UnreadableImageError("odd") if row % 2 else DecodedImage(np.full(3, value, np.uint8), row / 2, os.getpid())
+
+
+def decode(workers: Workers, values: list[int]):
+    pixels, ratios = np.zeros((len(values) + 1, 3), np.uint8), np.zeros(len(values) + 1, np.float32)
+    positions = np.arange(len(values))[::-1] + 1
+    errors = workers.start_decoding(pixels, ratios, positions, np.arange(len(values)), values)()
+    return pixels, ratios, [i for i, _ in errors]
+
+
+@pytest.mark.parametrize("shared", [2**20, 9, 1])
+@pytest.mark.parametrize("processes", [0, 1, 3])
+def test_each_image_gets_to_its_position(processes, shared, monkeypatch):
+    # Room for all images, for three and for one.
+    monkeypatch.setattr("entame_hf.data.workers._PART_BYTES", shared)
+    workers = Workers(fill, 3)
+    workers.start(processes)
+    values = list(range(10, 21))
+    for _ in range(2):
+        pixels, ratios, unreadable = decode(workers, values)
+        assert unreadable == [1, 3, 5, 7, 9]
+        for i in range(0, 11, 2):
+            assert pixels[11 - i].tolist() == [values[i]] * 3
+            assert ratios[11 - i] == i / 2
+        assert pixels[0].tolist() == [0, 0, 0]
+        values = [value + 40 for value in values]
+    workers.stop()
 
 
 @pytest.fixture
@@ -40,10 +72,10 @@ def paused():
 @pytest.mark.usefixtures("paused")
 def test_what_the_parent_has_thrown_away_ends_in_the_parent(tmp_path):
     Ends(tmp_path)
-    workers = Workers(collect)
+    workers = Workers(collect, 3)
     workers.start(1)
     with workers.pool:
-        assert workers.map([0])[0] >= 1
+        assert decode(workers, [0])[0][1, 0] >= 1
         assert list(tmp_path.iterdir()) == []
     # As it was.
     assert not gc.isenabled()
@@ -56,7 +88,7 @@ def test_a_parent_that_collects_goes_on_so(enabled):
     if not enabled:
         gc.disable()
     try:
-        workers = Workers(abs)
+        workers = Workers(fill, 3)
         workers.start(1)
         with workers.pool:
             assert gc.isenabled() == enabled
