@@ -166,16 +166,8 @@ _METHODS: dict[str, tuple[Init, bool]] = {
 def noise_to_signal_ratio(config: EntameConfig, classes: int, learning_rate: float, batch_size: int) -> float:
     """Compute Nλ², with λ = C·√φ_w/γ: the ratio of noise to signal in a head after one step of plain gradient descent.
 
-    Noise is the energy of the drawn weights, signal the energy of the update. At 1 and above the noise is larger.
-
-    Args:
-        config ([`EntameConfig`]): φ_w, or λ.
-        classes (`int`): C.
-        learning_rate (`float`): γ, the peak learning rate.
-        batch_size (`int`): N, examples in the global batch.
-
-    Returns:
-        `float`: Nλ², 0 or more.
+    Noise is the energy of the drawn weights, signal the energy of the update. At 1 and above the noise is larger. N is
+    `batch_size`, the examples in the global batch, and γ the peak learning rate.
 
     Source: section 5 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """

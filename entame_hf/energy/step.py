@@ -108,9 +108,6 @@ class StepEnergies:
     def results(self, accelerator: Accelerator) -> tuple[int, dict[str, float]]:
         """Compute the step's values over all processes: a collective call.
 
-        Args:
-            accelerator (`accelerate.Accelerator`): the trainer's.
-
         Returns:
             The number of examples, and the values by name; not finite where something overflowed.
         """
@@ -174,13 +171,7 @@ def energy_of_batch(logits: Any, labels: Any, smoothing: float = 0.0) -> tuple[i
 
 
 def merge(parts: Tensor) -> Tensor:
-    """Combine counts, means and squared deviations of several parts of a batch.
-
-    Args:
-        parts (`torch.Tensor` of shape `(P, 3, K)`): of each part, those three of each feature.
-
-    Returns:
-        `torch.Tensor` of shape `(3, K)`: those of all parts together.
+    """Combine counts, means and squared deviations (P, 3, K) of P parts of a batch, as (3, K) of all together.
 
     Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """

@@ -16,15 +16,10 @@ MOST_COUNTS, MOST_NAMES = 20, 50
 
 
 def confusion_matrix_figure(matrix: np.ndarray, class_names: Sequence[str]) -> Figure | None:
-    """Draw a confusion matrix, coloured by the share of each true class.
+    """Draw counts of examples (C, C), true classes by predicted ones, coloured by the share of each true class.
 
-    Args:
-        matrix (`numpy.ndarray` of shape `(C, C)`): counts of examples, true classes by predicted ones.
-        class_names (sequence of `str`): C names, in any script. They are written up to 50 classes, and counts up to
-            20; above, the axes count classes.
-
-    Returns:
-        `matplotlib.figure.Figure` or `None`: no example was counted.
+    Names are written up to 50 classes, and counts up to 20; above, the axes count classes. None if no example was
+    counted.
     """
     classes = len(matrix)
     if not matrix.sum():

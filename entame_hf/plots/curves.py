@@ -83,18 +83,11 @@ def accuracy_curves(
 
 
 def noise_energy(history: History) -> Series:
-    """Get the energy of the noise in the error, where a run measured it.
+    """Get the steps and the energy of the noise in the error, where a run measured it.
 
-    The error of the estimates ŷ splits into two orthogonal parts, ŷ − y = (ŷ − t·y) + (t − 1)·y. With
-    t = E[ŷyᵀ] / E[yyᵀ], the first part is noise: the labels y explain nothing of it. Its energy
-    E‖ŷ − t·y‖² = E[ŷŷᵀ] − E[ŷyᵀ]² / E[yyᵀ] is at most the error's, and vanishes with it.
-
-    Args:
-        history (sequence of `dict`): see [`series`]; `energy/estimates`, `energy/alignment` and `energy/labels` are
-            read.
-
-    Returns:
-        The steps, and the energies at them.
+    The error of the estimates ŷ splits into two orthogonal parts, ŷ − y = (ŷ − t·y) + (t − 1)·y. With t = E[ŷyᵀ] /
+    E[yyᵀ], the first part is noise: the labels y explain nothing of it. Its energy E‖ŷ − t·y‖² = E[ŷŷᵀ] − E[ŷyᵀ]² /
+    E[yyᵀ] is at most the error's, and vanishes with it.
     """
     parts = [
         dict(zip(*series(history, f"energy/{name}"), strict=True)) for name in ("estimates", "alignment", "labels")
@@ -105,14 +98,7 @@ def noise_energy(history: History) -> Series:
 
 
 def error_energy_figure(history: History) -> Figure | None:
-    """Draw the energy of one run's error over steps, split into noise and signal.
-
-    Args:
-        history (sequence of `dict`): see [`noise_energy`]; `energy/total` is read too.
-
-    Returns:
-        `matplotlib.figure.Figure` or `None`: fewer than two steps were logged.
-    """
+    """Draw the energy of one run's error over steps, split into noise and signal; None for fewer than two steps."""
     noise, total = (dict(zip(*run, strict=True)) for run in (noise_energy(history), series(history, "energy/total")))
     steps = sorted(noise.keys() & total.keys())
     if len(steps) < 2:
@@ -133,12 +119,8 @@ def error_energy_figure(history: History) -> Figure | None:
 def feature_variance_curves(runs: Mapping[str, Sequence[Series]]) -> Figure | None:
     """Draw the variance of the classifier's input over steps: a sudden change is the damage that noise does.
 
-    Args:
-        runs (`dict` of lists): for each method, one (steps, variances) a seed; of `"energy/feature_var"`.
-
-    Returns:
-        `matplotlib.figure.Figure` or `None`: fewer than two steps were logged. The scale is logarithmic where the
-        variance changes by a factor of ten or more.
+    For each method, one (steps, variances) a seed; of `"energy/feature_var"`. The scale is logarithmic where the
+    variance changes by a factor of ten or more. None for fewer than two steps.
 
     Source: figure 1 of [ENTAME](https://arxiv.org/abs/1905.10698).
     """
@@ -153,14 +135,7 @@ def feature_variance_curves(runs: Mapping[str, Sequence[Series]]) -> Figure | No
 
 
 def learning_curves(history: History) -> Figure | None:
-    """Draw the losses of one run beside the metrics of its evaluations.
-
-    Args:
-        history (sequence of `dict`): see [`series`].
-
-    Returns:
-        `matplotlib.figure.Figure` or `None`: nothing was logged. Metrics are what evaluations logged in [0, 1].
-    """
+    """Draw the losses of one run beside the metrics in [0, 1] of its evaluations; None where nothing was logged."""
     losses = {"training": [series(history, "loss")], "evaluation": [series(history, "eval_loss")]}
     names = dict.fromkeys(name for entry in history for name in evaluation_metrics(entry) if name != "loss")
     logged = {name.replace("_", " "): series(history, f"eval_{name}") for name in names}
@@ -182,15 +157,7 @@ def learning_curves(history: History) -> Figure | None:
 
 
 def save_figures(figures: Mapping[str, Figure | None], folder: str | Path) -> list[str]:
-    """Write figures as PNG files; those that are None are left out.
-
-    Args:
-        figures (`dict`): by the file's name without its ending.
-        folder (`str` or `Path`): where to; it must exist.
-
-    Returns:
-        `list[str]`: the names of the files that were written.
-    """
+    """Write figures as PNG files, by their names without the ending; leave out None, and return the files' names."""
     written = []
     for name, figure in figures.items():
         if figure is not None:

@@ -15,14 +15,10 @@ PLACEHOLDERS = "Last Resort"
 
 
 def writable(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Find fonts that can write names, and number those that no installed font can write.
+    """Find fonts that can write names in any script, and number those that no installed font can write.
 
-    Args:
-        names (sequence of `str`): in any script.
-
-    Returns:
-        `tuple[list[str], list[str]]`: font families, to be tried in this order, and the names, where "class 7" stands
-        for the eighth if it cannot be written.
+    Font families, to be tried in this order, and the names, where "class 7" stands for the eighth if it cannot be
+    written.
     """
     families = [OWN]
     missing = set("".join(names)) - _characters(font_manager.findfont(OWN))

@@ -64,14 +64,8 @@ def wrong_images_figure(
 ) -> Figure | None:
     """Draw images that a model got wrong, each under its prediction with the probability and its label.
 
-    Args:
-        images (`numpy.ndarray` of shape `(N, C, H, W)` or `(N, H, W, C)`): see [`batch_figure`].
-        predicted, true (sequences of `int`): N class indices each; see [`confident_errors`].
-        confidence (sequence of `float`): N probabilities of the predicted classes, in [0, 1].
-        class_names (sequence of `str`): names by index, in any script.
-
-    Returns:
-        `matplotlib.figure.Figure` or `None`: the first 30 images; None where there is none.
+    The first 30 of N: class indices in `predicted` and `true`, and the probability of the predicted class, see
+    [`confident_errors`]. None where there is no image.
     """
     families, names = writable([shorten(name, LONGEST_NAME) for name in class_names])
     captions = [
@@ -99,12 +93,7 @@ def _grid(images: Images, captions: list[str], families: list[str], title: str) 
 
 
 def save_image(image: np.ndarray, file: str | Path) -> None:
-    """Write an image as the model reads it to a PNG file.
-
-    Args:
-        image (`numpy.ndarray` of shape `(C, H, W)` or `(H, W, C)`): see [`batch_figure`].
-        file (`str` or `Path`): the folder must exist.
-    """
+    """Write an image as the model reads it, see [`batch_figure`], to a PNG file."""
     Image.fromarray((_displayable(image) * 255).round().astype(np.uint8)).save(file)
 
 
