@@ -22,9 +22,21 @@ from ..data import BatchDataset, BatchLoader, batch_loader, to_device
 from ..errors import InputError
 from ..heads import Head, num_classes, num_features
 from ..patch import BATCH_NORMS, frozen_statistics
-from .temporary import temporarily
 
 logger = logging.get_logger(__name__)
+
+
+@contextmanager
+def temporarily(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object while this context lasts."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)
 
 
 def prepared_loader(

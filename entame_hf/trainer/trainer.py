@@ -31,7 +31,7 @@ from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
-from .loader import explained_inputs, has_batch_norm, mean_batch_size, place_in_stream, prepared_loader
+from .loader import explained_inputs, has_batch_norm, mean_batch_size, place_in_stream, prepared_loader, temporarily
 from .lock import locked_output_dir
 from .loss import ClassificationLoss, CustomLoss, LossFilter, read_class_weights, scales_loss
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
@@ -41,7 +41,6 @@ from .resume import ResumeCheck, find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
 from .schedule import complete_schedule, explain_optimizer_errors, explain_scheduler_errors, resolve_ratios
 from .start import check_precision, drop_gradients, prepare_model, resolve_config
-from .temporary import temporarily
 
 
 class EntameTrainer(Trainer):
