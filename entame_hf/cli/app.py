@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .output_folder import write_text
+from ..files import write_text
 
 _APP = """\
 import gradio

@@ -156,12 +156,12 @@ class OptionParser(HfArgumentParser):
         return argv
 
     def _refuse(self, argument: str, where: str = "") -> NoReturn:
-        if not argument.startswith("--"):
+        if not re.match(r"--?[a-zA-Z]", argument):
             raise InputError(
                 f"{where}Unexpected argument {argument!r}: a file of options comes first, every other value after its "
                 "option. --help lists the options."
             )
-        name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        name = argument.lstrip("-").partition("=")[0].replace("-", "_")
         if name in self._without:
             raise InputError(f"{where}--{name} has no effect on this command. Leave it out.")
         known = {option: option for option in self.options}

@@ -17,7 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..errors import InputError
-from ..trainer import check_writable, find_checkpoint, same_on_all, used_options, write_text
+from ..files import explained_write_errors, write_text
+from ..trainer import check_writable, find_checkpoint, same_on_all, used_options
 from .options import OptionParser
 
 logger = logging.get_logger(__name__)
@@ -122,20 +123,23 @@ class ClaimFolder(TrainerCallback):
             return
         self._is_claimed = True
         if state.is_world_process_zero:
-            options = self.options
-            if args.resume_from_checkpoint is None:
-                for path in _left_behind(self.folder):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-                if self._picture is None:
-                    (self.folder / BATCH_FILE).unlink(missing_ok=True)
-                else:
-                    self._picture.replace(self.folder / BATCH_FILE)
-            else:
-                options = used_options(options, args)
-            save_options(self.folder, options)
+            with explained_write_errors(self.folder):
+                self._replace(args)
         if args.world_size > 1:
             # Others would save the first checkpoint into a folder that is being emptied.
             args.distributed_state.wait_for_everyone()
+
+    def _replace(self, args: Any) -> None:
+        if args.resume_from_checkpoint is not None:
+            save_options(self.folder, used_options(self.options, args))
+            return
+        for path in _left_behind(self.folder):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if self._picture is None:
+            (self.folder / BATCH_FILE).unlink(missing_ok=True)
+        else:
+            self._picture.replace(self.folder / BATCH_FILE)
+        save_options(self.folder, self.options)
 
 
 def save_options(folder: Path, options: dict[str, Any]) -> None:

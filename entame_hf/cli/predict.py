@@ -24,13 +24,13 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from ..data import HostBatch, ImagePipeline, Preparation, UnreadableImageError, open_folder, threads
 from ..errors import InputError
+from ..files import write_text
 from ..patch import class_names
 from ..training_args import option
 from .console import duration
 from .launch import options_named
 from .model import load_trained
 from .options import OptionParser
-from .output_folder import write_text
 
 # Of an image that could not be read: where and why.
 Unreadable = tuple[str, UnreadableImageError]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..data import Splits, StreamingDataset, find_duplicates, output_size, write_skipped_images
+from ..files import write_file
 from ..patch import class_names
-from ..trainer import EntameTrainer, last_intact_checkpoint, write_file
+from ..trainer import EntameTrainer, last_intact_checkpoint
 from .console import best_evaluation, duration, say, scores
 from .output_folder import BATCH_FILE, RUN_FILE
 

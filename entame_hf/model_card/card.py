@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers.modelcard import METRIC_TAGS
 
+from ..files import write_file
 from ..metrics import class_scores
 from .facts import CardFacts
 from .markdown import escape, number, plain
@@ -30,7 +31,8 @@ def write_model_card(folder: str | Path, facts: CardFacts) -> None:
     """
     file = Path(folder, CARD_NAME)
     existing = file.read_bytes().decode("utf-8-sig") if file.exists() else None
-    file.write_bytes(update_card(existing, render_card(facts)).encode())
+    text = update_card(existing, render_card(facts))
+    write_file(file, lambda draft: draft.write_bytes(text.encode()))
 
 
 def render_card(facts: CardFacts) -> str:

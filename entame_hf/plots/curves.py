@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ..files import write_file
 from ..metrics import evaluation_metrics
 from .drawing import COLOURS, Series, Styles, axes_for, draw_groups, finished, in_percent
 
@@ -163,7 +165,8 @@ def save_figures(figures: Mapping[str, Figure | None], folder: str | Path) -> li
         if figure is not None:
             written.append(f"{name}.png")
             # The default holds matplotlib's version: the same run gives the same bytes.
-            figure.savefig(Path(folder, written[-1]), metadata={"Software": None})
+            save = partial(figure.savefig, format="png", metadata={"Software": None})
+            write_file(Path(folder, written[-1]), save)
     return written
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
+from ..files import write_file
 from .fonts import shorten, writable
 
 Images = Sequence[np.ndarray] | np.ndarray
@@ -94,7 +95,8 @@ def _grid(images: Images, captions: list[str], families: list[str], title: str) 
 
 def save_image(image: np.ndarray, file: str | Path) -> None:
     """Write an image as the model reads it, see [`batch_figure`], to a PNG file."""
-    Image.fromarray((_displayable(image) * 255).round().astype(np.uint8)).save(file)
+    picture = Image.fromarray((_displayable(image) * 255).round().astype(np.uint8))
+    write_file(Path(file), lambda draft: picture.save(draft, "PNG"))
 
 
 def _displayable(image: np.ndarray) -> np.ndarray:

@@ -3,7 +3,7 @@
 from .callbacks import EarlyEvaluation
 from .energies import PREFIX as ENERGY_PREFIX
 from .energies import EnergyRecorder
-from .files import check_writable, write_file, write_text
+from .files import check_writable
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
 from .informed import training_batches
 from .lock import locked_output_dir
@@ -29,7 +29,5 @@ __all__ = [
     "set_log_level",
     "training_batches",
     "used_options",
-    "write_file",
-    "write_text",
     "zero3_init_disabled",
 ]

@@ -17,6 +17,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ..config import EntameConfig
 from ..errors import InputError
+from ..files import write_text, written_beside
 from ..heads import TIMM_PREFIX, base_model, find_heads, is_peft
 from ..patch import (
     applied_config,
@@ -29,7 +30,6 @@ from ..patch import (
     shareable_config,
     stock_state_dict,
 )
-from .files import write_text
 
 logger = logging.get_logger(__name__)
 
@@ -49,17 +49,18 @@ def save_trained(trainer: Any, folder: Path, state_dict: dict[str, Tensor] | Non
     if dtype != "float32":
         buffers = {name.removeprefix(TIMM_PREFIX) for name, _ in base_model(model).named_buffers()}
         stock, dtype = _in_half_precision(stock, buffers, dtype)
-    with shareable_config(trainer.model, record):
-        save_stock_model(model, folder, stock)
-    if dtype != "float32" and (folder / CONFIG_NAME).is_file():
-        # transformers writes the type of the model in memory, which plain from_pretrained loads.
-        config_file = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        write_text(folder / CONFIG_NAME, json.dumps({**config_file, "dtype": dtype}, indent=2) + "\n")
-    # timm's writes nothing but a warning: it is kept in config.json.
-    if not isinstance(trainer.processing_class, (type(None), TimmWrapperImageProcessor)):
-        trainer.processing_class.save_pretrained(folder)
-    if config:
-        save_head_state(trainer.model, config, folder, state_dict)
+    with written_beside(folder) as draft:
+        with shareable_config(trainer.model, record):
+            _save_stock_model(model, draft, stock)
+        if dtype != "float32" and (draft / CONFIG_NAME).is_file():
+            # transformers writes the type of the model in memory, which plain from_pretrained loads.
+            config_file = json.loads((draft / CONFIG_NAME).read_text(encoding="utf-8"))
+            write_text(draft / CONFIG_NAME, json.dumps({**config_file, "dtype": dtype}, indent=2) + "\n")
+        # timm's writes nothing but a warning: it is kept in config.json.
+        if not isinstance(trainer.processing_class, (type(None), TimmWrapperImageProcessor)):
+            trainer.processing_class.save_pretrained(draft)
+        if config:
+            save_head_state(trainer.model, config, draft, state_dict)
 
 
 def _in_half_precision(state: dict[str, Tensor], buffers: set[str], dtype: str) -> tuple[dict[str, Tensor], str]:
@@ -88,21 +89,14 @@ def save_head_state(
     safetensors.torch.save_file(tensors, str(Path(folder, HEAD_STATE_NAME)), metadata=metadata)
 
 
-def save_stock_model(model: Any, folder: str | Path, state_dict: dict[str, Tensor]) -> None:
+def _save_stock_model(model: Any, folder: Path, state_dict: dict[str, Tensor]) -> None:
     """Write an unwrapped model as `Trainer` does, without its arguments."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     if not (isinstance(model, PreTrainedModel) or is_peft(model)):
         safetensors.torch.save_file(state_dict, str(folder / SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
         return
-    card = folder / "README.md"
-    before = card.read_bytes() if card.exists() else None
     model.save_pretrained(folder, state_dict=state_dict)
-    # peft writes a card of blanks and the base model's path.
-    if before is not None:
-        card.write_bytes(before)
-    else:
-        card.unlink(missing_ok=True)
+    # peft's is of blanks and the base model's path.
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 def forget_local_base(folder: str | Path) -> None:
@@ -113,7 +107,7 @@ def forget_local_base(folder: str | Path) -> None:
         base = config.get("base_model_name_or_path")
         if base and Path(base).exists():
             config["base_model_name_or_path"] = Path(base).name
-            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            write_text(file, json.dumps(config, indent=2) + "\n")
 
 
 def saved_config(folder: str | Path) -> EntameConfig | None:

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from transformers.utils.hub import PushInProgress, hf_api
 
 from ..errors import InputError, RunError
+from ..files import write_text
 from .checkpoint import HEAD_STATE_NAME, forget_local_base
 from .provenance import PROVENANCE
 from .resume import MANIFEST
@@ -183,7 +184,7 @@ def push_folder(
             hf_api().create_branch(repo, branch=revision, token=token, exist_ok=True)
         card = card_on_hub(repo, token=token, revision=revision)
         if card is not None:
-            Path(folder, CARD).write_text(card, encoding="utf-8")
+            write_text(Path(folder, CARD), card)
         # From here on, the card in the folder holds what people wrote into the Hub's.
         kept_back = []
         write_card()

@@ -124,7 +124,7 @@ def explained_inputs(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
         if "Expected more than 1 value per channel" in str(error):
             raise InputError(
                 f"A batch of {rows} image is too small for BatchNorm, which needs two values a channel. Set "
-                "per_device_train_batch_size=2 or more, dataloader_drop_last=True, or freeze_statistics=True."
+                "`per_device_train_batch_size=2` or more, `dataloader_drop_last=True`, or `freeze_statistics=True`."
             ) from error
         for path, takes, gets in _head_widths(model, trainer.heads(), inputs):
             if takes != gets:

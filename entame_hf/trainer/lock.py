@@ -13,7 +13,8 @@ from typing import TextIO
 from transformers.utils import logging
 
 from ..errors import InputError
-from .files import check_writable, explained_write_errors
+from ..files import explained_write_errors
+from .files import check_writable
 
 logger = logging.get_logger(__name__)
 

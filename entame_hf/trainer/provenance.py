@@ -13,11 +13,11 @@ from transformers.utils import logging
 
 from ..data import BatchDataset, ClassificationDataset, StreamingDataset, fingerprint, known_labels, output_size
 from ..errors import InputError, printable
+from ..files import write_text
 from ..heads import base_model, num_classes, timm_model
 from ..metrics import IGNORED_LABEL
 from ..patch import class_names
 from ..training_args import check_numbers
-from .files import write_text
 from .labels import check_range, has_one_label
 from .schedule import explain_optimizer_errors
 

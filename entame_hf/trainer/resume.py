@@ -26,9 +26,9 @@ from transformers.utils import logging
 from xxhash import xxh3_64
 
 from ..errors import InputError, NonFiniteError
+from ..files import explained_write_errors, write_text
 from ..metrics import IGNORED_LABEL
 from .checkpoint import forget_local_base
-from .files import explained_write_errors, write_text
 from .provenance import save_provenance
 
 logger = logging.get_logger(__name__)

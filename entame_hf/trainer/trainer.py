@@ -19,6 +19,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import EntameConfig
 from ..data import BatchDataset
+from ..files import explained_write_errors, write_file
 from ..heads import TIMM_PREFIX, Head, find_heads
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
@@ -26,7 +27,7 @@ from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, hi
 from .checkpoint import load_trained, prepare_resuming, save_trained
 from .energies import EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
-from .files import explained_write_errors, make_output_dir, save_metrics, write_file
+from .files import make_output_dir, save_metrics
 from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter

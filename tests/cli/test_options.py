@@ -126,6 +126,7 @@ def test_a_file_that_is_missing_or_no_text_is_refused(parser, tmp_path):
     ("typed", "meant"),
     [
         ("--lr", "--learning_rate"),
+        ("-lr", "--learning_rate"),
         ("--learnin_rate", "--learning_rate"),
         ("--epochs", "--num_train_epochs"),
         ("--batch-size=8", "--per_device_train_batch_size"),

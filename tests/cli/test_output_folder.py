@@ -18,7 +18,8 @@ from transformers import AutoModelForImageClassification, TrainerControl, Traine
 
 from entame_hf import InputError, RunError
 from entame_hf.cli import finetune, predict
-from entame_hf.cli.output_folder import ClaimFolder, save_options, write_text
+from entame_hf.cli.output_folder import ClaimFolder, save_options
+from entame_hf.files import write_text
 from entame_hf.trainer import EntameTrainer
 
 

@@ -6,14 +6,18 @@ import errno
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 from conftest import RandomImages
+from matplotlib.figure import Figure
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import TrainerState
+from transformers import PretrainedConfig, TrainerState
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, RunError
 
@@ -66,6 +70,42 @@ def test_metrics_and_state_are_written_whole_or_not_at_all(tmp_path, monkeypatch
             save()
         assert "\n" not in str(error.value)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def half(owner, name, place):
+    """Make a method write half of a file, and fail as it does on a full disk."""
+
+    def write(*args, **kwargs):
+        Path(args[place]).write_text("half", encoding="utf-8")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(args[place]))
+
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, write)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        half(safetensors.torch, "save_file", 1), half(Path, "write_bytes", 0), half(Figure, "savefig", 1),
+        half(Image.Image, "save", 1), half(PretrainedConfig, "to_json_file", 1),
+    ],
+    ids=["head", "card", "picture", "example", "config"],
+)  # fmt: skip
+def test_a_full_disk_at_the_end_leaves_every_file_of_before(tmp_path, monkeypatch, fail):
+    trainer = build(tmp_path)
+    trainer.eval_dataset = RandomImages(8)
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    trainer.create_model_card()
+    before = {path.name: path.stat().st_size for path in tmp_path.iterdir() if path.is_file()}
+    assert {"model.safetensors", "README.md", "error_energy.png", "example_1.png"} <= before.keys()
+    fail(monkeypatch)
+    with suppress(RunError):
+        trainer.save_model()
+    trainer.create_model_card()
+    # safetensors orders its metadata by chance.
+    assert {path.name: path.stat().st_size for path in tmp_path.iterdir() if path.is_file()} == before
+    assert not list(tmp_path.glob(".*draft*"))
 
 
 @pytest.mark.parametrize("text", ["", "null", "[1]", "{"])

@@ -65,7 +65,7 @@ def test_the_last_image_of_a_stream_is_normalised_by_running_statistics(tmp_path
 
 @pytest.mark.parametrize("options", [{"per_device_train_batch_size": 1}, {}], ids=["batch-size", "dataset"])
 def test_batches_of_one_image_are_refused_with_what_to_set(tmp_path, options):
-    with pytest.raises(InputError, match=r"too small for BatchNorm.*per_device_train_batch_size=2 or more"):
+    with pytest.raises(InputError, match=r"too small for BatchNorm.*`per_device_train_batch_size=2` or more"):
         train(tmp_path, RandomImages(3 if options else 1), **options)
 
 
