@@ -70,7 +70,8 @@ class EnergyRecorder(TrainerCallback):
         self._base_noise: Tensor | None = None
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.record = None
+        # A step that was cut off has left some.
+        self.record = self._base_noise = None
         first_steps = self.trainer.head_args.energy_logging_steps
         wanted = is_measured(args, state, first_steps, kwargs.get("train_dataloader"))
         if wanted and not has_several_labels(self.trainer.model):
