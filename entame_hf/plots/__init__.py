@@ -2,6 +2,7 @@
 
 from .confusion import confusion_matrix_figure
 from .curves import (
+    Series,
     accuracy_curves,
     error_energy_figure,
     feature_variance_curves,
@@ -10,7 +11,6 @@ from .curves import (
     save_figures,
     series,
 )
-from .drawing import Series
 from .images import batch_figure, save_image, wrong_images_figure
 
 __all__ = [

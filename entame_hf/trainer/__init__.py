@@ -3,10 +3,9 @@
 from .callbacks import EarlyEvaluation
 from .energies import PREFIX as ENERGY_PREFIX
 from .energies import EnergyRecorder
-from .files import check_writable
+from .files import check_writable, locked_output_dir
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
 from .informed import training_batches
-from .lock import locked_output_dir
 from .parallel import same_on_all, set_log_level, zero3_init_disabled
 from .provenance import used_options
 from .resume import check_finite, find_checkpoint, last_intact_checkpoint

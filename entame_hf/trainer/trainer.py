@@ -27,13 +27,12 @@ from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, hi
 from .checkpoint import load_trained, prepare_resuming, save_trained
 from .energies import EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
-from .files import make_output_dir, save_metrics
+from .files import locked_output_dir, make_output_dir, save_metrics
 from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
 from .loader import explained_inputs, has_batch_norm, mean_batch_size, place_in_stream, prepared_loader, temporarily
-from .lock import locked_output_dir
 from .loss import ClassificationLoss, CustomLoss, LossFilter, read_class_weights, scales_loss
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance

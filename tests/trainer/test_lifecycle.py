@@ -15,7 +15,7 @@ import torch
 from conftest import RandomImages
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
-from entame_hf.trainer.lock import locked_output_dir
+from entame_hf.trainer import locked_output_dir
 from entame_hf.trainer.resume import damage, last_intact_checkpoint
 
 
@@ -128,7 +128,7 @@ def test_the_newest_and_the_best_checkpoint_stay(tmp_path):
 
 @pytest.mark.runs
 def test_a_second_run_in_the_folder_is_refused_by_process_and_host(tmp_path):
-    code = f"from entame_hf.trainer.lock import locked_output_dir\nwith locked_output_dir({str(tmp_path)!r}):\n"
+    code = f"from entame_hf.trainer import locked_output_dir\nwith locked_output_dir({str(tmp_path)!r}):\n"
     code += "    print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout.readline() == "held\n"
