@@ -124,8 +124,7 @@ class EntameTrainer(Trainer):
             self.compute_loss_func = CustomLoss(compute_loss_func, args)
         self.read_labels, self.filter_loss = LabelReader(compute_loss_func is not None), LossFilter()
         self.card_options: dict[str, Any] = {}
-        self.energies, self.head_rates = EnergyRecorder(self), HeadRates(self)
-        self.head_fitter = HeadFitter(self)
+        self.energies, self.head_rates, self.head_fitter = EnergyRecorder(self), HeadRates(self), HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
         observers = (self.evaluations, self.head_fitter, self.energies, self.head_rates)
         first = (ResumeCheck(), PerRankSeedCallback(), TrainedHeadCallback())
