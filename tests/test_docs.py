@@ -29,8 +29,13 @@ pytestmark = [pytest.mark.runs, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 
-# Commands that take long or need GPUs, and those with a gap.
-OTHERS = ("#", "pip install", "--seeds 1", "--num_processes", "contest", "...")
+# What GPUs, hours or the Hub would do, by two processes on the CPU, a listing and a Hub of the test.
+HERE = {
+    "--config_file scripts/launch/ddp.yaml": "--config_file scripts/launch/cpu.yaml",
+    "scripts/finetune.py": "scripts/finetune.py --use_cpu True",
+    "accelerate launch --multi_gpu --num_processes 16 scripts/reproduce.py": "python scripts/reproduce.py",
+    "me/": "ada/",
+}
 
 
 def blocks(file: str, language: str = "bash") -> list[str]:
@@ -87,16 +92,28 @@ def shell(tmp_path, timm_folder, hf_folder):
         yield Shell(folder, environment | hub.environment(tmp_path / "hub"))
 
 
-def test_a_stranger_gets_from_an_empty_folder_to_an_onnx_file(shell):
-    install, make, use = blocks("README.md")
-    resume, onnx, *_ = blocks("docs/checkpoints-and-hub.md")
+@pytest.fixture
+def installed(shell):
+    """The shell after what the README says to install with."""
+    install, *_ = blocks("README.md")
     clone, environment, package = install.replace("REPOSITORY", str(ROOT)).splitlines()
     shell.run(clone)
     shell.run(environment)
     # What the tests run with, in place of a download of 6 GB.
     site = next(shell.folder.glob(".venv/lib/python*/site-packages"))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    accelerate = shell.folder / ".venv" / "bin" / "accelerate"
+    code = "from accelerate.commands.accelerate_cli import main\n\nmain()\n"
+    accelerate.write_text(f"#!{accelerate.with_name('python')}\n{code}")
+    accelerate.chmod(0o755)
     shell.run(package)
+    return shell
+
+
+def test_a_stranger_gets_from_an_empty_folder_to_an_onnx_file(installed):
+    shell = installed
+    _, make, use = blocks("README.md")
+    resume, onnx, *_ = blocks("docs/checkpoints-and-hub.md")
     demo, _ = make.splitlines()
     printed = shell.run(demo)
     assert printed.count("%") > 20
@@ -104,7 +121,7 @@ def test_a_stranger_gets_from_an_empty_folder_to_an_onnx_file(shell):
 
     write_images(shell.folder / "photos", COLOURS, count=400)
     write_images(shell.folder / "new_photos", COLOURS, count=5)
-    finetune, predict, resume_readme = (line.split("  #")[0] for line in use.splitlines())
+    finetune, predict, resume_readme = (line.split("  #")[0] for line in use.replace("\\\n", "").splitlines())
     assert resume.strip() == resume_readme
     said = shell.kill(finetune, signal.SIGINT, "out/checkpoint-*/checkpoint_files.json")
     assert f"interrupted. Resume with:\n  {resume_readme}" in said
@@ -128,10 +145,28 @@ def test_a_stranger_gets_from_an_empty_folder_to_an_onnx_file(shell):
         torch.testing.assert_close(torch.tensor(logits), model(pixels).logits, rtol=1e-4, atol=1e-4)
     assert [model.config.id2label[int(index)] for index in logits.argmax(1)] == [row["label"] for row in rows]
 
-    for file in ("method", "distributed", "reproduce"):
-        for line in "".join(blocks(f"docs/{file}.md")).replace("\\\n", " ").splitlines():
-            if not any(part in line.split("  #")[0] for part in OTHERS):
-                shell.run(line)
+
+def test_the_commands_of_the_docs_run(installed):
+    shell = installed
+    write_images(shell.folder / "photos", COLOURS, count=20)
+    _, _, push = blocks("docs/checkpoints-and-hub.md")
+    commands = push + "".join("".join(blocks(f"docs/{file}.md")) for file in ("method", "distributed", "reproduce"))
+    for here in HERE.items():
+        commands = commands.replace(*here)
+    for line in commands.replace("\\\n", " ").splitlines():
+        command = line.split("  #")[0]
+        of_rows = re.search(r"--results (\S+)", command)
+        if command.startswith(("#", "pip install")) or (of_rows and not (ROOT / of_rows[1]).exists()):
+            continue
+        is_long = "reproduce.py run" in command and "--dry_run" not in command
+        shell.run(f"{command} --dry_run" if is_long else command)
+    results = [
+        json.loads((shell.folder / f"two_{kind}" / "all_results.json").read_text()) for kind in ("gpus", "processes")
+    ]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"]
+    (code,) = blocks("docs/checkpoints-and-hub.md", "python")
+    (shell.folder / "load.py").write_text(code.replace("me/", "ada/"))
+    shell.run("python load.py")
 
 
 def test_the_python_of_the_readme_runs(shell):
