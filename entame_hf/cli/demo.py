@@ -39,6 +39,8 @@ DEFAULTS: dict[str, Any] = {
     "save_strategy": "no",
     "image_size": 48,
     "normalization": "dataset",
+    # Flipped digits are no digits.
+    "augmentation": "none",
     "test_fraction": 0.2,
     "max_eval_samples": 500,
 }
