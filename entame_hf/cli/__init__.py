@@ -10,6 +10,15 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+EXAMPLES = """\
+  entame demo
+  entame finetune --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS \\
+      --output_dir out --recipe recommended
+  entame predict out FOLDER --output predictions.csv
+
+entame COMMAND --help lists the options of a command. For several GPUs, type
+accelerate launch -m entame_hf.cli finetune in place of entame finetune."""
+
 # What each command does, and its module: none is imported before it runs, so that --help answers at once.
 COMMANDS = {
     "finetune": "Fine-tune an image classifier on your images.",
@@ -48,7 +57,4 @@ def main(argv: list[str] | None = None) -> None:
 
 def _overview() -> str:
     commands = "\n".join(f"  {name:9} {text}" for name, text in COMMANDS.items())
-    return (
-        f"Usage: entame COMMAND [OPTIONS]\n\n{commands}\n\nentame COMMAND --help lists the options of a command. "
-        "Several GPUs:\naccelerate launch -m entame_hf.cli finetune ..."
-    )
+    return f"Usage: entame COMMAND [OPTIONS]\n\n{commands}\n\n{EXAMPLES}"

@@ -49,7 +49,8 @@ def help_texts() -> dict[str, str]:
             parser,
             "entame finetune [FILE] [OPTIONS]",
             "Fine-tune an image classifier on your images.",
-            "entame finetune --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS\n"
+            "entame finetune --model_name_or_path timm/resnet50.a1_in1k --data_dir PHOTOS \\\n"
+            "    --output_dir out --recipe recommended\n"
             "entame finetune out/run.yaml --resume_from_checkpoint last",
             groups,
             more,

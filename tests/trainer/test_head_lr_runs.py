@@ -107,7 +107,7 @@ class TestWhatIsTold:
         record = json.loads((tmp_path / "config.json").read_text())["entame"]
         assert record["head_lr"] == {"asked": "auto", "peak": {"classifier": peak}}
         card = (tmp_path / "README.md").read_text()
-        assert f"| learning rate of the head | {peak:.4g}, measured in the first step |" in card
+        assert f"| head learning rate | {peak:.4g}, measured in the first step |" in card
         assert "| `head_lr` | auto |" in card
         # Somebody else's card, of a model that says it of itself.
         loaded = ViTForImageClassification.from_pretrained(tmp_path)
@@ -118,8 +118,8 @@ class TestWhatIsTold:
     @pytest.mark.parametrize(
         ("change", "row"),
         [
-            ({"head_lr": 2e-3}, "| learning rate of the head | 0.002 |"),
-            ({"head_lr": None, "head_lr_multiplier": 10.0}, "| learning rate of the head | 0.001 |"),
+            ({"head_lr": 2e-3}, "| head learning rate | 0.002 |"),
+            ({"head_lr": None, "head_lr_multiplier": 10.0}, "| head learning rate | 0.001 |"),
         ],
         ids=["given", "multiplied"],
     )
@@ -132,7 +132,7 @@ class TestWhatIsTold:
         trainer.save_model()
         trainer.create_model_card()
         assert json.loads((tmp_path / "config.json").read_text())["entame"]["head_lr"] is None
-        assert "learning rate of the head" not in (tmp_path / "README.md").read_text()
+        assert "head learning rate" not in (tmp_path / "README.md").read_text()
         assert not any(MARK in group for group in trainer.optimizer.param_groups)
 
 
