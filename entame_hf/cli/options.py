@@ -215,7 +215,8 @@ def _pairs(text: str) -> str:
     for name, value in options.items():
         if isinstance(value, (dict, list)):
             raise InputError(f"`optim_args`: {name} takes one value, not {json.dumps(value)}.")
-    return ",".join(f"{name}={value}" for name, value in options.items())
+    words = {word: meant for word, meant in _SWITCHES.items() if len(word) > 1}
+    return ",".join(f"{name}={words.get(value, value)}" for name, value in options.items())
 
 
 def all_options(parser: OptionParser) -> str:

@@ -6,8 +6,10 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
@@ -91,3 +93,29 @@ def explain_optimizer_errors(args: TrainingArguments) -> Iterator[None]:
             f"The optimizer of `optim={getattr(args.optim, 'value', args.optim)}`{options} cannot be built: {error}. "
             "For example: `optim=sgd` and `optim_args=momentum=0.9`."
         ) from error
+
+
+def check_optimizer_options(args: TrainingArguments, optimizer: torch.optim.Optimizer) -> None:
+    """Make sure that an optimizer has what `optim_args` says: Trainer drops what it does not know."""
+    # Those of other packages take all options, or refuse them.
+    if not args.optim_args or not type(optimizer).__module__.startswith(("torch.optim", "transformers.")):
+        return
+    for name, value in (pair.split("=") for pair in args.optim_args.replace(" ", "").split(",")):
+        if not all(name in group and _means(value, group[name]) for group in optimizer.param_groups):
+            close = get_close_matches(name, optimizer.defaults.keys() - {name}, n=1)
+            raise InputError(
+                f"`optim_args`: {name}={value} has no effect on {type(optimizer).__name__}."
+                + (f" Did you mean {close[0]}?" if close else "")
+                + " Leave it out; learning rate, weight decay and betas are options of their own, such as "
+                "`weight_decay=0.01`."
+            )
+
+
+def _means(text: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        # As transformers reads it; any other word is False.
+        return text.lower() in (("true", "1", "yes") if value else ("false", "0", "no"))
+    try:
+        return float(text) == value
+    except ValueError:
+        return text == str(value)

@@ -39,7 +39,13 @@ from .provenance import check_provenance
 from .report import try_to_write_card
 from .resume import ResumeCheck, find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
-from .schedule import complete_schedule, explain_optimizer_errors, explain_scheduler_errors, resolve_ratios
+from .schedule import (
+    check_optimizer_options,
+    complete_schedule,
+    explain_optimizer_errors,
+    explain_scheduler_errors,
+    resolve_ratios,
+)
 from .start import check_precision, drop_gradients, prepare_model, resolve_config
 
 
@@ -200,6 +206,8 @@ class EntameTrainer(Trainer):
         ours = self.optimizer is None
         with explain_optimizer_errors(self.args):
             optimizer = super().create_optimizer(model)
+        if ours:
+            check_optimizer_options(self.args, optimizer)
         if self.args.save_strategy != SaveStrategy.NO:
             check_optimizer(self.accelerator, optimizer)
         self.head_rates.assign(optimizer, ours)

@@ -53,6 +53,7 @@ def test_options_are_written_with_hyphens_or_underscores(parser, argv):
         ("report_to:\n- tensorboard\n- trackio", {"report_to": ["tensorboard", "trackio"]}),
         ("report_to: tensorboard", {"report_to": ["tensorboard"]}),
         ("optim_args: {momentum: 0.9, nesterov: true}", {"optim_args": "momentum=0.9,nesterov=True"}),
+        ("optim_args: {momentum: 1, nesterov: off}", {"optim_args": "momentum=1,nesterov=False"}),
         ("optim_args: momentum=0.9", {"optim_args": "momentum=0.9"}),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError
 from entame_hf.metrics import metrics_of_predictions, predicted_classes
+from entame_hf.patch import as_transformers
 from entame_hf.plots import series
 from entame_hf.trainer.report import write_card
 
@@ -285,6 +287,24 @@ class TestSources:
         assert "my-base" in card.text
         assert "photos" in card.text
         assert (card.data.base_model, card.data.datasets) == (None, None)
+
+
+@pytest.mark.parametrize("keys", [int, str], ids=["int", "str"])
+def test_classes_are_listed_in_the_order_of_their_numbers(tmp_path, keys):
+    """Whatever type the keys have, and from ten classes on: as text, 10 stands before 2."""
+    model = as_transformers(timm.create_model("test_resnet", num_classes=12))
+    model.config.id2label = {keys(index): f"class-{index}" for index in sorted(range(12), key=str)}
+    trainer = trainer_of(tmp_path, model, max_steps=1)
+    trainer.train_dataset = trainer.eval_dataset = RandomImages(48, classes=12)
+    trainer.train()
+    trainer.evaluate()
+    trainer.save_model()
+    expected = [f"class-{index}" for index in range(12)]
+    listed = re.findall(r"^\| (class-\d+)", card_of(trainer).text, re.MULTILINE)
+    assert listed == expected
+    saved = AutoModelForImageClassification.from_pretrained(tmp_path).config
+    assert [saved.id2label[index] for index in range(12)] == expected
+    assert json.loads((tmp_path / "config.json").read_text())["label_names"] == expected
 
 
 class TestWriting:

@@ -124,3 +124,33 @@ def test_a_warm_up_that_a_schedule_cannot_have_is_logged(tmp_path, tiny_vit, cap
     args = arguments(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", warmup_steps=3, eval_strategy="steps")
     EntameTrainer(tiny_vit, args, eval_dataset=RandomImages(4)).create_optimizer_and_scheduler(4)
     assert "`warmup_steps=3` has no effect: `lr_scheduler_type=reduce_lr_on_plateau` has no warm-up" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        ("sgd", "momentm=0.9", r"momentm=0\.9 has no effect on SGD\. Did you mean momentum[?]"),
+        ("sgd", "momentum=0.9,nesterov=on", "nesterov=on has no effect on SGD"),
+        ("sgd", "weight_decay=0.1", r"weight_decay=0\.1 has no effect .*`weight_decay=0\.01`"),
+        ("adamw_torch", "momentum=0.9", r"momentum=0\.9 has no effect on AdamW"),
+        ("adamw_torch", "eps=0.5", r"eps=0\.5 has no effect on AdamW"),
+        ("rmsprop", "lr=3", "lr=3 has no effect on RMSprop"),
+        ("adafactor", "clip_threshold=2", "clip_threshold=2 has no effect on Adafactor"),
+    ],
+)
+def test_options_that_an_optimizer_drops_are_refused(tmp_path, tiny_vit, optimizer, options, message):
+    with pytest.raises(InputError, match=message):
+        EntameTrainer(tiny_vit, arguments(tmp_path, optim=optimizer, optim_args=options)).create_optimizer()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("sgd", "momentum=0.9, nesterov=True"),
+        ("sgd", "momentum=1,nesterov=no"),
+        ("rmsprop", "alpha=0.9,centered=yes"),
+        ("adagrad", "lr_decay=1e-3"),
+    ],
+)
+def test_options_that_an_optimizer_has_are_used(tmp_path, tiny_vit, optimizer, options):
+    assert EntameTrainer(tiny_vit, arguments(tmp_path, optim=optimizer, optim_args=options)).create_optimizer()
