@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ HEAD_RATES = ("head_lr", "head_lr_multiplier")
 CHANGEABLE = (
     *("num_train_epochs", "max_steps", "logging_strategy", "logging_steps", "eval_strategy", "eval_steps"),
     *("save_strategy", "save_steps", "label_smoothing_factor", "max_grad_norm", "bf16", "fp16", "head_warmup_steps"),
-    *("metric_for_best_model", "augmentation", "mixup_alpha", "cutmix_alpha"),
+    *("metric_for_best_model", "augmentation", "mixup_alpha", "cutmix_alpha", "class_weights", "compute_loss_func"),
 )
 
 Options = dict[str, Any]
@@ -203,6 +204,11 @@ def _options(trainer: Any) -> Options:
         augmentation = trainer.train_dataset.pipeline.augmentation
         options["augmentation"] = getattr(augmentation, "name", "none")
         options |= {name: getattr(augmentation, name, 0.0) for name in ("mixup_alpha", "cutmix_alpha")}
+    weights, loss = getattr(trainer.label_smoother, "class_weights", None), trainer.compute_loss_func
+    options["class_weights"] = None if weights is None else [float(f"{weight:.6g}") for weight in weights.tolist()]
+    # The name alone: two functions cannot be compared.
+    function = getattr(loss, "function", loss)
+    options["compute_loss_func"] = loss and getattr(function, "__qualname__", type(function).__qualname__)
     return json.loads(json.dumps(options, default=str))
 
 
@@ -270,10 +276,14 @@ def _restore(trainer: Any, checkpoint: str, saved: Options) -> None:
         values = ", ".join(f"`{name}={saved[name]}` (not {now[name]})" for name in kept)
         parts.append(f"The checkpoint's values count: {values}. To change them, start a new run from its model.")
     if changed:
-        values = ", ".join(f"`{name}={now[name]}` (before: {saved[name]})" for name in changed)
+        values = ", ".join(f"`{name}={_short(now[name])}` (before: {_short(saved[name])})" for name in changed)
         parts.append(f"This run's values count from here on: {values}.")
     if parts:
         logger.warning(f"Resuming {checkpoint}. {' '.join(parts)}")
+
+
+def _short(value: Any) -> str:
+    return shorten(str(value), 80, placeholder=" ...]")
 
 
 def used_options(options: Options, args: TrainingArguments) -> Options:

@@ -25,13 +25,16 @@ NAMES = [f"class {index}" for index in range(10)]
 
 def build(folder, model="test_resnet", names=NAMES, train=DATA, held_out=HELD_OUT, processor=None, **changes):
     torch.manual_seed(0)
+    own = {name: changes.pop(name, None) for name in ("class_weights", "compute_loss_func")}
     defaults = {
         **{"max_steps": 4, "save_steps": 2, "logging_steps": 1, "energy_logging_steps": 0, "learning_rate": 1e-3},
         **{"per_device_train_batch_size": 16, "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
     }
     args = EntameTrainingArguments(str(folder), **{**defaults, **changes})
     network = timm.create_model(model, num_classes=len(names))
-    trainer = EntameTrainer(network, args, train_dataset=train, eval_dataset=held_out, processing_class=processor)
+    trainer = EntameTrainer(
+        network, args, train_dataset=train, eval_dataset=held_out, processing_class=processor, **own
+    )
     trainer.model.config.id2label = dict(enumerate(names))
     return trainer
 
@@ -189,6 +192,26 @@ def test_when_to_save_evaluate_and_log_is_the_runs_own_choice(tmp_path, run, war
     assert [entry["step"] for entry in done.state.log_history if "loss" in entry] == [1, 2, 4]
     assert "This run's values count from here on: " in warnings.text
     assert "`save_steps=1` (before: 2)" in warnings.text
+
+
+def a_loss(outputs, labels, num_items_in_batch=None):
+    return torch.nn.functional.cross_entropy(outputs["logits"], labels)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ({"class_weights": torch.arange(10) + 0.5}, r"`class_weights=\[0.5, 1.5, .*\]` \(before: None\)"),
+        ({"compute_loss_func": a_loss}, r"`compute_loss_func=a_loss` \(before: None\)"),
+        ({"label_smoothing_factor": 0.1}, r"`label_smoothing_factor=0.1` \(before: 0.0\)"),
+        ({}, None),
+    ],
+    ids=["weights", "own", "smoothing", "same"],
+)
+def test_another_loss_is_said_when_a_run_is_resumed(tmp_path, run, warnings, loss, said):
+    shutil.copytree(run, tmp_path, dirs_exist_ok=True)
+    build(tmp_path, processor=processor(32), **loss).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert bool(re.search(said or "values count", warnings.text)) == bool(said)
 
 
 # ---- Labels and classes ----
