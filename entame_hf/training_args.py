@@ -82,6 +82,8 @@ def check_numbers(args: Any, bounds: dict[str, tuple[float, float]] = BOUNDS) ->
             continue
         allowed = "positive" if least == _POSITIVE else "-1, or 1 or more" if least == -1 else f"{least} or more"
         limit = "" if largest == math.inf else ", and finite" if largest == _FINITE else f", and at most {largest}"
+        if not isinstance(value, Real):
+            value, allowed = repr(value), f"a number, {allowed}"
         raise InputError(f"`{name}={value}` must be {allowed}{limit}.")
 
 

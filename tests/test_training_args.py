@@ -58,6 +58,12 @@ def test_a_schedule_that_is_set_overrides_the_recipe_with_its_own_options(tmp_pa
     assert (args.lr_scheduler_type, args.lr_scheduler_kwargs, args.warmup_steps) == expected
 
 
+@pytest.mark.parametrize("name", ["learning_rate", "seed", "head_lr_multiplier"])
+def test_text_is_no_number(tmp_path, name):
+    with pytest.raises(InputError, match=f"`{name}='1e-3'` must be a number, "):
+        EntameTrainingArguments(str(tmp_path), **{name: "1e-3"})
+
+
 @pytest.mark.parametrize("value", [0.0, -0.5, 1.5, float("nan")])
 def test_a_refused_momentum_is_called_as_the_option_is(tmp_path, value):
     with pytest.raises(InputError, match="`znorm_momentum="):
