@@ -83,11 +83,13 @@ def locked_output_dir(folder: str | Path, is_writer: bool = True) -> Iterator[No
     Raises:
         InputError: another process holds the folder; the message names its id and its host.
     """
-    place = Path(folder).absolute()
+    if is_writer:
+        check_writable(Path(folder))
+    # Of links to it too: a process that closes the lock's file a second time would lose the lock.
+    place = Path(os.path.realpath(folder))
     if not is_writer or place in _held:
         yield
         return
-    check_writable(place)
     lock, made = place / LOCK_FILE, [path for path in (place, *place.parents) if not path.exists()]
     with explained_write_errors(place):
         place.mkdir(parents=True, exist_ok=True)

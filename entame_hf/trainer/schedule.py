@@ -95,10 +95,14 @@ def explain_optimizer_errors(args: TrainingArguments) -> Iterator[None]:
         ) from error
 
 
-def check_optimizer_options(args: TrainingArguments, optimizer: torch.optim.Optimizer) -> None:
-    """Make sure that an optimizer has what `optim_args` says: Trainer drops what it does not know."""
+def check_optimizer_options(args: TrainingArguments, optimizer: torch.optim.Optimizer | None) -> None:
+    """Make sure that an optimizer of Trainer's has what `optim_args` says: Trainer drops what it does not know."""
     # Those of other packages take all options, or refuse them.
-    if not args.optim_args or not type(optimizer).__module__.startswith(("torch.optim", "transformers.")):
+    if (
+        optimizer is None
+        or not args.optim_args
+        or not type(optimizer).__module__.startswith(("torch.optim", "transformers."))
+    ):
         return
     for name, value in (pair.split("=") for pair in args.optim_args.replace(" ", "").split(",")):
         if not all(name in group and _means(value, group[name]) for group in optimizer.param_groups):

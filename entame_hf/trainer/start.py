@@ -58,6 +58,7 @@ def explain_precedence(entame: EntameConfig | None, args: HeadArguments, model: 
 def prepare_model(trainer: Any, checkpoint: str | None) -> None:
     """Start the heads of a trainer's model, or give them a checkpoint's structure, and freeze what is to be frozen."""
     model, args, own, config = trainer.model, trainer.args, trainer.head_args, trainer.entame_config()
+    check_loaded(model)
     check_sharding(trainer.accelerator, config, own.warmup_steps_of_head(), own.resolve("head_lr") == AUTO)
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if sharded and trainer.accelerator.mixed_precision != "no":
@@ -96,6 +97,16 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
         trainer.frozen.enter_context(frozen_backbone(model, trainer.heads()))
     elif own.resolve("freeze_statistics"):
         trainer.frozen.enter_context(frozen_statistics(model))
+
+
+def check_loaded(model: nn.Module | None, moves: bool = True) -> None:
+    """Make sure that accelerate's hooks offload no weights of a model that is trained, or that Trainer `moves`."""
+    for name, module in model.named_modules() if model is not None and moves else ():
+        if "_hf_hook" in vars(module) and any(parameter.is_meta for parameter in module.parameters()):
+            raise InputError(
+                f"{name or 'The model'} is offloaded, and such weights cannot be trained. Load the model without "
+                "`device_map` and cpu_offload."
+            )
 
 
 def check_precision(model: nn.Module, args: Any, save_dtype: str, casts: bool) -> None:

@@ -46,7 +46,7 @@ from .schedule import (
     explain_scheduler_errors,
     resolve_ratios,
 )
-from .start import check_precision, drop_gradients, prepare_model, resolve_config
+from .start import check_loaded, check_precision, drop_gradients, prepare_model, resolve_config
 
 
 class EntameTrainer(Trainer):
@@ -111,6 +111,7 @@ class EntameTrainer(Trainer):
         check_processes(args)
         make_output_dir(args)
         wrapped = None if model is None else as_transformers(model)
+        check_loaded(wrapped, moves=not hasattr(wrapped, "hf_device_map"))
         super().__init__(
             *(wrapped, args, data_collator, train_dataset, eval_dataset, processing_class, model_init),  # type: ignore
             *(compute_loss_func, compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs),
@@ -191,8 +192,7 @@ class EntameTrainer(Trainer):
         if resume_from_checkpoint is None:
             self.provenance = check_provenance(self, None)
         prepare_model(self, resume_from_checkpoint)
-        self.operations.clear()
-        self.filter_loss = LossFilter()
+        self.filter_loss, self.operations = LossFilter(), {}
         epochs, batches = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -206,8 +206,7 @@ class EntameTrainer(Trainer):
         ours = self.optimizer is None
         with explain_optimizer_errors(self.args):
             optimizer = super().create_optimizer(model)
-        if ours:
-            check_optimizer_options(self.args, optimizer)
+        check_optimizer_options(self.args, optimizer if ours else None)
         if self.args.save_strategy != SaveStrategy.NO:
             check_optimizer(self.accelerator, optimizer)
         self.head_rates.assign(optimizer, ours)

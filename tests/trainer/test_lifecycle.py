@@ -147,3 +147,15 @@ def test_a_run_may_train_in_the_folder_that_it_holds(tmp_path):
         trainer(tmp_path, max_steps=2).train()
         assert json.loads((tmp_path / ".run.lock").read_text()) == holder
     assert (tmp_path / ".run.lock").read_text() == ""
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("name", ["link", "out/../out", "out/."])
+def test_a_run_that_trains_in_its_folder_by_another_name_holds_it_still(tmp_path, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    code = f"from entame_hf.trainer import locked_output_dir\nwith locked_output_dir({str(tmp_path / 'out')!r}): pass"
+    with locked_output_dir(tmp_path / "out"):
+        trainer(tmp_path / name, max_steps=2).train()
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"in use by process {os.getpid()} on " in other.stderr

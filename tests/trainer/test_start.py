@@ -3,12 +3,14 @@
 import logging
 
 import pytest
+import timm
 import torch
+from accelerate import cpu_offload
 from conftest import RandomImages
 from transformers import TrainingArguments
 
-from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame
-from entame_hf.patch import applied_config
+from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, InputError, apply_entame
+from entame_hf.patch import applied_config, as_transformers
 from entame_hf.trainer.start import resolve_config
 from entame_hf.training_args import HeadArguments
 
@@ -83,3 +85,11 @@ def test_a_frozen_backbone_in_half_precision_is_not_logged(tiny_vit, tmp_path, c
     tiny_vit.vit.to(torch.bfloat16).requires_grad_(False)
     EntameTrainer(tiny_vit, TrainingArguments(str(tmp_path), report_to="none"))
     assert "weights are" not in caplog.text
+
+
+@pytest.mark.parametrize("part", ["", "timm_model.fc", "timm_model.layer1"], ids=["all", "head", "a layer"])
+def test_an_offloaded_model_is_refused(tmp_path, part):
+    model = as_transformers(timm.create_model("test_resnet", num_classes=10))
+    cpu_offload(model.get_submodule(part))
+    with pytest.raises(InputError, match=r"is offloaded.*without `device_map`"):
+        EntameTrainer(model, EntameTrainingArguments(str(tmp_path), use_cpu=True))
