@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from entame_hf import InputError, ZNormConv2d, ZNormLinear, z_norm
-from entame_hf.layers import ZNorm, batch_statistics
+from entame_hf.layers import ZNorm
+from entame_hf.layers.statistics import batch_statistics
 
 
 def reference(x, eps=1e-5, dim=-1):

@@ -2,6 +2,6 @@
 
 from .error import ErrorEnergy, error_energy
 from .inspection import HeadReport, inspect_head
-from .step import StepEnergies, energy_of_batch, merge
+from .step import StepEnergies, energy_of_batch
 
-__all__ = ["ErrorEnergy", "HeadReport", "StepEnergies", "energy_of_batch", "error_energy", "inspect_head", "merge"]
+__all__ = ["ErrorEnergy", "HeadReport", "StepEnergies", "energy_of_batch", "error_energy", "inspect_head"]

@@ -16,7 +16,7 @@ from torch.nn.functional import one_hot
 from torch.nn.utils import get_total_norm
 
 from ..heads import Head, num_classes, num_features
-from ..layers import batch_statistics, widen
+from ..layers import merge, moments, widen
 from .error import ErrorEnergy, fraction_of_error, measured
 
 SHARDED = (DistributedType.DEEPSPEED, DistributedType.FSDP)
@@ -62,9 +62,7 @@ class StepEnergies:
         x = args[0] if args else None
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return
-        batch = batch_statistics(widen(x.detach()), -1 if isinstance(leaf, nn.Linear) else -3, sync=False)
-        count = torch.ones_like(batch.var) * batch.number
-        seen = torch.stack([count, batch.origin + batch.offset, count * batch.var]).float()
+        seen = moments(widen(x.detach()), -1 if isinstance(leaf, nn.Linear) else -3).float()
         slot = self._slots[index]
         slot.copy_(merge(torch.stack([slot, seen])))
         if index == 0:
@@ -168,14 +166,3 @@ def energy_of_batch(logits: Any, labels: Any, smoothing: float = 0.0) -> tuple[i
     if smoothing:
         labels = (1 - smoothing) * labels + smoothing / logits.shape[1]
     return (len(logits), measured(logits, labels)) if len(logits) else None
-
-
-def merge(parts: Tensor) -> Tensor:
-    """Combine counts, means and squared deviations (P, 3, K) of P parts of a batch, as (3, K) of all together.
-
-    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
-    """
-    counts, means, squares = parts.unbind(1)
-    count = counts.sum(0)
-    mean = (counts * means).sum(0) / count.clamp(min=1)
-    return torch.stack([count, mean, (squares + counts * (means - mean).square()).sum(0)])

@@ -1,6 +1,6 @@
 """z-normalisation across a batch: `z_norm`, and the classifiers that use it."""
 
-from .statistics import batch_statistics, widen, z_norm
+from .statistics import merge, moments, widen, z_norm
 from .znorm import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
 
-__all__ = ["ZNorm", "ZNormConv2d", "ZNormLeaf", "ZNormLinear", "batch_statistics", "widen", "z_norm"]
+__all__ = ["ZNorm", "ZNormConv2d", "ZNormLeaf", "ZNormLinear", "merge", "moments", "widen", "z_norm"]

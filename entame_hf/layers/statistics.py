@@ -104,6 +104,25 @@ def _moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return origin, offset, (shifted - offset).square().sum(0)
 
 
+def moments(x: Tensor, dim: int) -> Tensor:
+    """Compute the count, the mean and the sum of squared deviations of each feature, over all other dimensions."""
+    origin, offset, squares = _moments(x.movedim(dim, -1).reshape(-1, x.shape[dim]))
+    return torch.stack([torch.full_like(squares, x.numel() // x.shape[dim]), origin + offset, squares])
+
+
+def merge(parts: Tensor) -> Tensor:
+    """Combine the [`moments`] (P, 3, K) of P parts of a batch, as (3, K) of all together.
+
+    Source: Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    counts, means, squares = parts.unbind(1)
+    count = counts.sum(0)
+    # From the largest part's mean: a constant feature keeps a variance of exactly zero.
+    origin = means.gather(0, counts.argmax(0, keepdim=True))
+    mean = origin[0] + (counts * (means - origin)).sum(0) / count.clamp(min=1)
+    return torch.stack([count, mean, (squares + counts * (means - mean).square()).sum(0)])
+
+
 class _GlobalStatistics(torch.autograd.Function):
     """Compute `origin`, `offset`, `var` and `number` of the global batch, with fewer kernels than autograd would."""
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..errors import InputError
 from ..heads import Head, base_model, num_features
+from ..layers import merge, moments
 
 
 @dataclass
@@ -157,34 +158,21 @@ class _Collector:
         width, weight = num_features(head.module), head.module.weight
         # MPS has no float64.
         self.device = torch.device("cpu") if weight.device.type == "mps" else weight.device
-        self.count = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.mean, self.squares = (torch.zeros(width, dtype=torch.float64, device=self.device) for _ in range(2))
+        self.moments = torch.zeros(3, width, dtype=torch.float64, device=self.device)
         self.empty = torch.empty(0, width, dtype=weight.dtype, device=self.device)
 
     def add(self, features: Tensor, labels: Tensor, counted: Tensor) -> None:
         here = features.to(self.device)[counted.to(self.device)].movedim(self.dim, -1)
-        positions = here.flatten(0, -2)
-        self._merge(positions)
+        self.moments = merge(torch.stack([self.moments, moments(here.double(), -1)]))
         rows = here if here.ndim == 2 else here.flatten(1, -2).double().mean(1).float()
         self.rows.append(rows)
         self.labels.append(labels.to(self.device)[counted.to(self.device)])
 
-    def _merge(self, rows: Tensor) -> None:
-        """Move the statistics by a batch's: Chan, Golub and LeVeque (1983), which does not cancel."""
-        wide = rows.double()
-        # A constant feature keeps a variance of exactly zero.
-        mean = wide[0] + (wide - wide[0]).mean(0)
-        squares = (wide - mean).square().sum(0)
-        total = self.count + len(rows)
-        away = mean - self.mean
-        self.squares += squares + away.square() * self.count * len(rows) / total
-        self.mean += away * (len(rows) / total)
-        self.count = total
-
     def features(self) -> HeadFeatures:
         rows = torch.cat(self.rows) if self.rows else self.empty
         labels = torch.cat(self.labels) if self.labels else torch.empty(0, dtype=torch.long, device=self.device)
-        return HeadFeatures(rows, labels, self.count, self.mean, self.squares)
+        counts, mean, squares = self.moments
+        return HeadFeatures(rows, labels, counts[0], mean, squares)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from transformers import TrainerState, TrainingArguments
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, ZNormLinear, error_energy, find_heads
 from entame_hf.config import first_step_bound, noise_to_signal_ratio
-from entame_hf.energy import merge
+from entame_hf.layers import merge
 from entame_hf.trainer.energies import BASE_NOISE_SHARE as BASE_NOISE
 from entame_hf.trainer.energies import is_measured
 from entame_hf.trainer.start import start_heads

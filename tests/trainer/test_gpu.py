@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 
 from entame_hf import EntameConfig, EntameTrainer, EntameTrainingArguments, apply_entame, fold_entame, inspect_head
 from entame_hf.data.batches import batch_loader
-from entame_hf.layers import ZNorm, batch_statistics
+from entame_hf.layers import ZNorm
+from entame_hf.layers.statistics import batch_statistics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
