@@ -118,7 +118,7 @@ class HeadRates(TrainerCallback):
             there, here = ("no", "one") if peak is not None else ("a", "none")
             raise InputError(
                 f"In {folder}, the heads had {there} learning rate of their own, and have {here} in this run. Resume "
-                "with the same head_lr and head_lr_multiplier, or start a new run from it."
+                "with the same `head_lr` and `head_lr_multiplier`, or start a new run from it."
             )
 
     def assign(self, optimizer: Optimizer | AcceleratedOptimizer, ours: bool) -> None:

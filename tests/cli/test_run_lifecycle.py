@@ -87,7 +87,17 @@ def test_the_same_images_in_another_folder_are_resumed_and_what_was_used_is_reco
     assert json.loads((out / "config.json").read_text())["entame"]["learning_rate"] == 1e-4
 
 
-@pytest.mark.parametrize("options", [{"learning_rate": 1e30}, {"learning_rate": 1e30, "optim": "sgd"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 1e30},
+        {"learning_rate": 1e30, "optim": "sgd"},
+        # Loss and weights are finite, and only the evaluation is not: in the training, and after it.
+        {"learning_rate": 1e15, "max_steps": 1},
+        {"learning_rate": 1e15, "max_steps": 1, "eval_strategy": "no"},
+    ],
+    ids=str,
+)
 def test_a_run_whose_numbers_are_none_writes_no_model_and_no_card(tmp_path, photos, timm_folder, options):
     with pytest.raises(NonFiniteError, match="after step"):
         finetune.main(arguments(timm_folder, photos, tmp_path / "out", **options))

@@ -46,7 +46,7 @@ class TestAgain:
     def test_resume_refuses_to_add_or_drop_a_head_learning_rate(self, tmp_path, tiny_vit, before, after, said):
         args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=2, head_lr=before)
         train(copy.deepcopy(tiny_vit), args)
-        with pytest.raises(InputError, match=f"{said}.*Resume with the same head_lr"):
+        with pytest.raises(InputError, match=f"{said}.*Resume with the same `head_lr`"):
             train(copy.deepcopy(tiny_vit), dataclasses.replace(args, max_steps=4, head_lr=after), resume=True)
 
     @pytest.mark.runs
