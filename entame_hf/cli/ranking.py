@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..data import ClassificationDataset, Preparation, Splits, batch_loader, set_image_size, stratified_rows
+from ..data import ClassificationDataset, Preparation, Splits, set_image_size
 from ..errors import InputError
 from ..patch import Probe, probe_features
+from ..trainer import sampled_batches
 from .arguments import ModelArguments, RunArguments, check_given
 from .data_arguments import DataArguments
 from .model import load_classifier
@@ -76,13 +78,7 @@ def rank_checkpoints(
 
 def probe_dataset(model: Any, images: ClassificationDataset, args: RunArguments) -> Probe:
     """Probe a model on images as evaluation sees them: see [`probe_features`]. To be called in all processes."""
-    rows: Any = stratified_rows(images.labels, args.informed_samples, args.seed)
-    rows = rows[args.process_index :: args.world_size]
-    with images.evaluation_view() as view:
-        loader = batch_loader(
-            view, args.per_device_eval_batch_size, args.device, rows, num_workers=args.dataloader_num_workers
-        )
-        batches = (batch.to(args.device) for batch in loader)
+    with closing(sampled_batches(images, args.informed_samples, "Reading features", args)) as batches:
         return probe_features(model, batches, num_classes=images.pipeline.num_classes)
 
 

@@ -5,7 +5,7 @@ from .energies import PREFIX as ENERGY_PREFIX
 from .energies import EnergyRecorder
 from .files import check_writable, locked_output_dir
 from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
-from .informed import training_batches
+from .informed import sampled_batches, training_batches
 from .parallel import same_on_all, set_log_level, zero3_init_disabled
 from .provenance import used_options
 from .resume import check_finite, find_checkpoint, last_intact_checkpoint
@@ -25,6 +25,7 @@ __all__ = [
     "last_intact_checkpoint",
     "locked_output_dir",
     "same_on_all",
+    "sampled_batches",
     "set_log_level",
     "training_batches",
     "used_options",

@@ -106,12 +106,7 @@ def training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
     dataset, args = trainer.train_dataset, trainer.args
     size, processes = args.eval_batch_size, args.world_size
     if isinstance(dataset, ClassificationDataset):
-        seed = args.seed if args.data_seed is None else args.data_seed
-        rows: Any = stratified_rows(dataset.labels, count, seed)[args.process_index :: processes]
-        with dataset.evaluation_view() as view:
-            loader: Any = batch_loader(view, size, args.device, rows, num_workers=args.dataloader_num_workers)
-            batches = (batch.to(args.device) for batch in loader)
-            yield from _progress(batches, len(loader), title, args)
+        yield from sampled_batches(dataset, count, title, args)
         return
     if isinstance(dataset, BatchDataset):
         with dataset.evaluation_view() as view:
@@ -125,6 +120,16 @@ def training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
     else:
         number = min(number, len(loader))
     yield from _progress(_first(loader, number), number, title, args)
+
+
+def sampled_batches(dataset: ClassificationDataset, count: int, title: str, args: TrainingArguments) -> Generator[Any]:
+    """Iterate over a process's part of so many images, with the classes' proportions, as evaluation sees them."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    rows: Any = stratified_rows(dataset.labels, count, seed)[args.process_index :: args.world_size]
+    with dataset.evaluation_view() as view:
+        workers = args.dataloader_num_workers
+        loader = batch_loader(view, args.eval_batch_size, args.device, rows, num_workers=workers)
+        yield from _progress((batch.to(args.device) for batch in loader), len(loader), title, args)
 
 
 def _first(loader: Any, number: int) -> Iterator[Any]:
