@@ -135,3 +135,9 @@ def test_auto_needs_a_learning_rate_to_share_a_schedule_with(tmp_path, given):
 def test_an_unknown_recipe_is_refused_with_what_is_allowed(tmp_path):
     with pytest.raises(ValueError, match=r"'best' is unknown\. Use one of paper, recommended"):
         EntameTrainingArguments(str(tmp_path), recipe="best")
+
+
+def test_an_output_folder_without_a_name_is_refused():
+    """As of a variable of the shell that is not set."""
+    with pytest.raises(InputError, match="`output_dir` is empty"):
+        EntameTrainingArguments("")

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
         (args,) = parser.build(given)
         file = Path(args.output)
         try:
-            taken = file.is_dir() or (file.exists() and not args.overwrite)
+            taken = file.exists() and not (args.overwrite and file.is_file())
         # Too long a name, or a null byte.
         except (OSError, ValueError) as odd:
             raise InputError(f"`output` cannot be a file ({getattr(odd, 'strerror', odd)}). Give another.") from odd

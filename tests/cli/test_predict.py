@@ -72,6 +72,11 @@ def test_a_file_is_not_replaced_unless_asked_for(tmp_path, photos, hf_folder):  
     assert file.read_text() == "mine"
     predict.main([*argv, "--overwrite"])
     assert len(rows_of(file)) == 40
+    device = tmp_path / "device.csv"
+    device.symlink_to("/dev/null")
+    with pytest.raises(InputError, match="give another file"):
+        predict.main([*argv[:2], "--output", str(device), "--overwrite"])
+    assert device.is_symlink()
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "broken"])
