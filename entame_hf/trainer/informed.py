@@ -104,7 +104,7 @@ class HeadFitter(TrainerCallback):
 def training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
     """Iterate over batches of the training images, as evaluation sees them where the dataset can show them so."""
     dataset, args = trainer.train_dataset, trainer.args
-    size, processes = args.eval_batch_size, args.world_size
+    size, processes = _batch_size(args), args.world_size
     if isinstance(dataset, ClassificationDataset):
         yield from sampled_batches(dataset, count, title, args)
         return
@@ -128,8 +128,13 @@ def sampled_batches(dataset: ClassificationDataset, count: int, title: str, args
     rows: Any = stratified_rows(dataset.labels, count, seed)[args.process_index :: args.world_size]
     with dataset.evaluation_view() as view:
         workers = args.dataloader_num_workers
-        loader = batch_loader(view, args.eval_batch_size, args.device, rows, num_workers=workers)
+        loader = batch_loader(view, _batch_size(args), args.device, rows, num_workers=workers)
         yield from _progress((batch.to(args.device) for batch in loader), len(loader), title, args)
+
+
+def _batch_size(args: TrainingArguments) -> int:
+    # Evaluation takes 8 images unless told otherwise, and a training batch has room: no gradients are kept.
+    return max(args.eval_batch_size, args.train_batch_size)
 
 
 def _first(loader: Any, number: int) -> Iterator[Any]:

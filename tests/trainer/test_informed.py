@@ -180,6 +180,21 @@ def test_the_pass_sees_the_evaluations_view_and_fills_the_cache_of_the_training(
     assert not decoded
 
 
+@pytest.mark.parametrize(("train", "evaluation", "expected"), [(24, 8, [24, 16]), (8, 20, [20, 20]), (64, 8, [40])])
+def test_the_pass_takes_the_larger_batches(tmp_path, train, evaluation, expected):
+    features = Features({"image": Image(), "label": ClassLabel(num_classes=4)})
+    pictures = [PILImage.new("RGB", (64, 64), (5 * i, 255 - 5 * i, 9)) for i in range(40)]
+    rows = Dataset.from_dict({"image": pictures, "label": [i % 4 for i in range(40)]}, features=features)
+    model = build()
+    data = ClassificationDataset(rows, "image", "label", Preparation(timm_processor(model)), cache_gb=0)
+    sizes = []
+    options = {"per_device_train_batch_size": train, "per_device_eval_batch_size": evaluation}
+    trainer = EntameTrainer(model, arguments(tmp_path, **options), train_dataset=data)
+    find_heads(model)[0].module.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    trainer.head_fitter.fit()
+    assert sizes == expected
+
+
 def test_rows_are_sampled_with_the_classes_proportions():
     labels = torch.tensor([0] * 600 + [1] * 300 + [2] * 100)
     rows = stratified_rows(labels, 100, seed=3)
