@@ -86,8 +86,10 @@ class RunTrainer(EntameTrainer):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, source: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # What names the pretrained model and the images.
+        self.source = source
         self.add_callback(FittedStart(self))
 
     # Without clipping, Trainer computes the norm for the log alone. No public hook skips it.

@@ -147,6 +147,7 @@ def run_experiment(experiment: Experiment) -> Row:
         preprocess_logits_for_metrics=predicted_classes,
         callbacks=[EarlyEvaluation(EARLY_STEPS)],
         entame=config,
+        source=(settings["model_source"], images),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

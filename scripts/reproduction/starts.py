@@ -38,26 +38,35 @@ class FittedStart(TrainerCallback):
         if not informed and start is None:
             return
         (head,) = trainer.heads()
+        if start == "logistic" and trainer.source in _probes:
+            return write_probe(head.module, _probes[trainer.source])
         count, classes = trainer.args.informed_samples, head.module.weight.shape[0]
         batches = training_batches(trainer, count, "Fitting the head")
         with trainer.compute_loss_context_manager(), closing(batches):
             (features,) = collect_head_features(trainer.model, [head], batches, count)
         if start == "logistic":
-            fit_logistic(head.module, features)
+            _probes[trainer.source] = fit_logistic(features, classes)
+            write_probe(head.module, _probes[trainer.source])
         elif start == "temperature":
             fit_temperature(head.module, features)
         if informed:
             trainer.log({"logme": log_evidence(features, classes)})
 
 
-def fit_logistic(leaf: nn.Linear, features: HeadFeatures) -> float:
-    """Set a classifier of raw features to a linear probe that was trained to convergence; return its penalty.
+# A converged probe depends on neither learning rate nor seed: a process fits one for each model and dataset.
+_probes: dict[Any, Tensor] = {}
 
-    A fifth of the images chooses the L2 penalty by its cross-entropy. Then the probe is fitted to all of them.
+
+def fit_logistic(features: HeadFeatures, classes: int) -> Tensor:
+    """Train a linear probe of raw features to convergence, and return its weights and biases, (C, K + 1).
+
+    A fifth of the images chooses the L2 penalty by its cross-entropy. Then the probe is fitted to all of them. All of
+    it runs on the CPU: L-BFGS reads a number after each small step, for which a shared GPU is slow.
     """
-    mean, var = features.statistics()
+    mean, var = (values.cpu() for values in features.statistics())
     std = torch.sqrt(var + 1e-5)
-    rows, labels, classes = (features.rows - mean) / std, features.labels, leaf.weight.shape[0]
+    rows, labels = (features.rows.cpu() - mean) / std, features.labels.cpu()
+    rows, mean, std = rows.float(), mean.float(), std.float()
     fitted, held = _split(len(rows), rows.device)
     losses: dict[float, float] = {}
     probe = rows.new_zeros(classes, rows.shape[1] + 1)
@@ -67,10 +76,14 @@ def fit_logistic(leaf: nn.Linear, features: HeadFeatures) -> float:
     best = min(PENALTIES, key=lambda penalty: losses[penalty])
     probe = converge(probe, rows, labels, best)
     weight = probe[:, :-1] / std
-    with torch.no_grad():
-        leaf.weight.copy_(weight)
-        leaf.bias.copy_(probe[:, -1] - weight @ mean)
-    return best
+    return torch.cat([weight, (probe[:, -1] - weight @ mean)[:, None]], 1)
+
+
+@torch.no_grad()
+def write_probe(leaf: nn.Linear, probe: Tensor) -> None:
+    """Set a classifier of raw features to a probe's weights and biases, (C, K + 1)."""
+    leaf.weight.copy_(probe[:, :-1])
+    leaf.bias.copy_(probe[:, -1])
 
 
 def converge(probe: Tensor, rows: Tensor, labels: Tensor, penalty: float) -> Tensor:
