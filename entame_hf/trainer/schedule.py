@@ -26,7 +26,8 @@ def resolve_ratios(args: TrainingArguments, steps: int) -> Iterator[None]:
     """Turn warm-up and decay from fractions of `steps` into steps while this context lasts.
 
     `Trainer` does so for a warm-up, and takes all steps for it if there is one, by which some schedules divide by
-    zero. It knows the decay of the schedule `warmup_stable_decay` in steps only.
+    zero. It knows the decay of the schedule `warmup_stable_decay` in steps only. A schedule that does not take its
+    options is explained in one line.
     """
     given = warmup, options = args.warmup_steps, args.lr_scheduler_kwargs
     if 0 < warmup < 1:
@@ -35,7 +36,8 @@ def resolve_ratios(args: TrainingArguments, steps: int) -> Iterator[None]:
         counted: dict[str, Any] = {**options, DECAY_STEPS: math.ceil(options[DECAY_STEPS] * steps)}
         args.lr_scheduler_kwargs = counted
     try:
-        yield
+        with _explained_errors(args):
+            yield
     finally:
         args.warmup_steps, args.lr_scheduler_kwargs = given
 
@@ -67,7 +69,7 @@ def complete_schedule(args: TrainingArguments) -> None:
 
 
 @contextmanager
-def explain_scheduler_errors(args: TrainingArguments) -> Iterator[None]:
+def _explained_errors(args: TrainingArguments) -> Iterator[None]:
     """Explain in one line that a schedule does not take its options, or needs others."""
     try:
         yield

@@ -39,13 +39,7 @@ from .provenance import check_provenance
 from .report import try_to_write_card
 from .resume import ResumeCheck, find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
-from .schedule import (
-    check_optimizer_options,
-    complete_schedule,
-    explain_optimizer_errors,
-    explain_scheduler_errors,
-    resolve_ratios,
-)
+from .schedule import check_optimizer_options, complete_schedule, explain_optimizer_errors, resolve_ratios
 from .start import check_loaded, check_precision, drop_gradients, prepare_model, resolve_config
 
 
@@ -133,9 +127,8 @@ class EntameTrainer(Trainer):
         self.card_options: dict[str, Any] = {}
         self.energies, self.head_rates, self.head_fitter = EnergyRecorder(self), HeadRates(self), HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
-        observers = (self.evaluations, self.head_fitter, self.energies, self.head_rates)
-        first = (ResumeCheck(), PerRankSeedCallback(), TrainedHeadCallback())
-        for callback in (*first, *observers, FiniteCheck(self), CheckpointUploads(self)):
+        own = (self.evaluations, self.head_fitter, self.energies, self.head_rates, FiniteCheck(self))
+        for callback in (ResumeCheck(), PerRankSeedCallback(), TrainedHeadCallback(), *own, CheckpointUploads(self)):
             self.add_callback(callback)
         hide_energies(self)
         # What is frozen while train() runs, and how often a batch size was tried in it.
@@ -215,7 +208,7 @@ class EntameTrainer(Trainer):
     # Trainer takes warm-up and decay in steps alone, and some schedules drop options silently.
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         complete_schedule(self.args)
-        with resolve_ratios(self.args, num_training_steps), explain_scheduler_errors(self.args):
+        with resolve_ratios(self.args, num_training_steps):
             return super().create_scheduler(num_training_steps, optimizer)
 
     # ---- Data ----
