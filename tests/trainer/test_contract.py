@@ -141,6 +141,10 @@ def test_every_override_is_listed_and_at_most_five_are_private():
     assert len(CALLED_FROM) <= 5
 
 
+def test_the_trainer_is_one_short_file():
+    assert len(Path(inspect.getfile(EntameTrainer)).read_text().splitlines()) < 450
+
+
 @pytest.mark.parametrize("name", CALLED_FROM)
 def test_trainer_still_calls_its_private_methods(name):
     source = inspect.getsource(getattr(Trainer, CALLED_FROM[name]))
