@@ -154,11 +154,10 @@ def standings_figure(groups: Sequence[Group], recipe: str, everyone: bool = Fals
                 axes.axhline(place - 0.5, color="0.9", linewidth=0.8, zorder=0)
     # The first row at the top, with room for the markers of the outer rows.
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
-    handles = [
-        Line2D([], [], marker="D", linestyle="", color=RECIPE, label=recipe),
-        Line2D([], [], marker="o", linestyle="", color=KEEP, label="keep"),
-        Line2D([], [], marker="o", linestyle="", color=OTHER, label="other methods"),
-    ]
+    marks = {recipe: ("D", RECIPE), "keep": ("o", KEEP), "other methods": ("o", OTHER)}
+    if not any("keep" in it.peers for it in found):
+        del marks["keep"]
+    handles = [Line2D([], [], marker=m, linestyle="", color=c, label=label) for label, (m, c) in marks.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure
 
