@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
@@ -22,6 +22,10 @@ from .pipeline import HostBatch, ImagePipeline, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableDataError, UnreadableNames
 from .workers import Workers
+
+
+# Rows that are read at a time.
+_ROWS = 32
 
 
 class StreamingDataset(PipelineDataset, IterableDataset):
@@ -82,8 +86,16 @@ class StreamingDataset(PipelineDataset, IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.dataset.set_epoch(self.epoch)
-        for row, item in enumerate(self.dataset):
-            yield {"row": row, "epoch": self.epoch, **item}
+        if get_worker_info() is not None:
+            # After a pass, `datasets` sleeps for 5 seconds: Arrow's threads may crash an interpreter that shuts down
+            # (https://github.com/apache/arrow/issues/45214). A worker exits without shutting it down.
+            datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+        row = 0
+        # In a DataLoader's worker, the dataset itself would iterate in another order.
+        for rows in self.dataset.iter(_ROWS):
+            for values in zip(*rows.values(), strict=True):
+                yield {"row": row, "epoch": self.epoch, **dict(zip(rows, values, strict=True))}
+                row += 1
 
     def read(self, indices: list[Any], epoch: int = 0, device: torch.device | None = None) -> HostBatch:
         """Decode a batch of rows, as iterating gives them with their epoch; a CUDA `device` decodes common JPEGs."""

@@ -188,14 +188,53 @@ def test_a_trainer_goes_round_a_stream(tiny_vit, tmp_path):
     assert trainer.accelerator.dispatch_batches is None
 
 
+def test_processes_change_no_batch():
+    table, expected, summaries = rows(broken=(3, 20)), [], []
+    for processes in (0, 2):
+        data, found = stream(table, augmentation=Augmentation("flip")), []
+        for epoch in range(3):
+            data.set_epoch(epoch)
+            loader = batch_loader(data, 16, CPU, num_workers=processes)
+            found += [batch.to(CPU) for batch in loader]
+        expected = expected or found
+        summaries.append(data.summary())
+    assert len(found) == len(expected) == 12
+    assert summaries[0] == summaries[1] is not None
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one["pixel_values"], other["pixel_values"])
+        assert torch.equal(one["labels"], other["labels"])
+
+
+class Lost(Exception):
+    pass
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_the_error_that_ends_a_stream_is_its_own(processes):
+    table = rows(33).remove_columns("other").cast_column("image", ImageFeature(decode=False))
+
+    def given():
+        yield from table
+        raise Lost("The connection was lost.")
+
+    source = IterableDataset.from_generator(given, features=table.features)
+    data = StreamingDataset(source, "image", "label", PREPARATION, evaluation=True)
+    read = []
+    with pytest.raises(Lost, match="^The connection was lost.$"):
+        read.extend(batch_loader(data, 8, CPU, num_workers=processes))
+    # Those that were requested ahead are not handed out.
+    assert len(read) == 2
+
+
+@pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("steps", [3, 5])
 @pytest.mark.runs
-def test_a_stream_goes_on_where_it_stopped(tiny_vit, tmp_path, steps, accumulation):
+def test_a_stream_goes_on_where_it_stopped(tiny_vit, tmp_path, steps, accumulation, processes):
     def train(max_steps=9, resume=None):
         args = EntameTrainingArguments(
             str(tmp_path), max_steps=max_steps, per_device_train_batch_size=16, report_to="none", save_steps=steps,
-            gradient_accumulation_steps=accumulation, disable_tqdm=True,
+            gradient_accumulation_steps=accumulation, disable_tqdm=True, dataloader_num_workers=processes,
         )  # fmt: skip
         seen = []
 
