@@ -165,7 +165,7 @@ class _Rows(torch.utils.data.Dataset):
 
 
 class _RowsOfStream(IterableDataset):
-    """Read the rows of a stream in a process of their own: each takes a while in which Python's lock is held."""
+    """Read the rows of a stream in a process: each takes a while in which Python's lock is held."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset

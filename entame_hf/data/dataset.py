@@ -212,7 +212,7 @@ class ClassificationDataset(PipelineDataset):
         if not len(todo):
             return lambda: todo
         values = self.dataset[rows[todo]][self.image_column]
-        if device is not None and device.type == "cuda":
+        if device is not None and device.type == "cuda" and not self._workers.outrun_gpu:
             done = self.pipeline.decode_on_gpu(batch, todo, values, device, self._keeper(rows[todo]))
             left = np.delete(np.arange(len(todo)), done)
             todo, values = todo[left], [values[i] for i in left]

@@ -98,7 +98,10 @@ def gpu_decoder() -> Callable[..., Any] | None:
         from torchcodec import decoders
     # Its library does not load beside a torch of another kind.
     except (ImportError, OSError, RuntimeError):
-        logger.warning_once("JPEGs are decoded on the CPU. To decode them on the GPU: pip install torchcodec")
+        logger.warning_once(
+            "Fewer than 8 processes decode JPEGs. With 8 cores or more, raise `dataloader_num_workers`; with fewer, let "
+            "the GPU decode: pip install torchcodec"
+        )
         return None
     return decoders.decode_jpeg
 

@@ -23,7 +23,6 @@ from .preparation import Preparation
 from .unreadable import UnreadableDataError, UnreadableNames
 from .workers import Workers
 
-
 # Rows that are read at a time.
 _ROWS = 32
 
@@ -111,7 +110,7 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         rows = np.array([item["row"] for item in indices])
         batch = HostBatch.allocate(rows, self.pipeline.length, indices[0]["epoch"], device)
         values, left = [item[self.image_column] for item in indices], np.arange(len(indices))
-        if device is not None and device.type == "cuda":
+        if device is not None and device.type == "cuda" and not self._workers.outrun_gpu:
             left = np.delete(left, self.pipeline.decode_on_gpu(batch, left, values, device))
         pixels, ratios = batch.pixels.numpy(), batch.ratios.numpy()
         decode = self._workers.start_decoding(pixels, ratios, left, left, [values[i] for i in left])

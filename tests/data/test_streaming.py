@@ -220,7 +220,7 @@ def test_the_error_that_ends_a_stream_is_its_own(processes):
     source = IterableDataset.from_generator(given, features=table.features)
     data = StreamingDataset(source, "image", "label", PREPARATION, evaluation=True)
     read = []
-    with pytest.raises(Lost, match="^The connection was lost.$"):
+    with pytest.raises(Lost, match=r"^The connection was lost\.$"):
         read.extend(batch_loader(data, 8, CPU, num_workers=processes))
     # Those that were requested ahead are not handed out.
     assert len(read) == 2

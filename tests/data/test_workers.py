@@ -8,8 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
+from datasets import Image as ImageFeature
+from PIL import Image
+from transformers import ViTImageProcessor
 
+from entame_hf.data import ClassificationDataset, Preparation, StreamingDataset, set_image_size
 from entame_hf.data.images import DecodedImage, UnreadableImageError
+from entame_hf.data.pipeline import HostBatch, ImagePipeline
 from entame_hf.data.workers import Workers
 
 
@@ -95,3 +102,27 @@ def test_a_parent_that_collects_goes_on_so(enabled):
             assert workers.pool.submit(gc.isenabled).result()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("processes", "gpu"), [(0, True), (7, True), (8, False), (12, False)])
+def test_a_gpu_decodes_where_few_processes_do(processes, gpu, monkeypatch):
+    asked = []
+    workers = Workers(fill, 3)
+    workers.pool, workers.count = object() if processes else None, processes
+    monkeypatch.setattr(ImagePipeline, "decode_on_gpu", lambda *args: asked.append(args) or [0, 1])
+    monkeypatch.setattr(Workers, "start_decoding", lambda *args: list)
+    # There is no GPU here whose memory a batch would be copied to.
+    monkeypatch.setattr(
+        HostBatch,
+        "allocate",
+        lambda rows, length, epoch, device, new=HostBatch.allocate: new(rows, length, epoch, None),
+    )
+    rows = Dataset.from_dict({"image": [Image.new("RGB", (9, 9))] * 2, "label": [0, 1]})
+    rows = rows.cast_column("image", ImageFeature())
+    preparation = Preparation(set_image_size(ViTImageProcessor(), 32), exact=False)
+    table = ClassificationDataset(rows, "image", "label", preparation, num_classes=2, cache_gb=0)
+    stream = StreamingDataset(rows.to_iterable_dataset(), "image", "label", preparation, num_classes=2)
+    for data, batch in ((table, [0, 1]), (stream, [*stream])):
+        data._workers = workers
+        data.start_reading(batch, 0, torch.device("cuda"))
+    assert len(asked) == 2 * gpu
