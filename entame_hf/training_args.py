@@ -261,8 +261,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         unnamed = launched in ("bf16", "fp16") and not (self.bf16 or self.fp16)
         if unnamed and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             setattr(self, launched, True)
-        if self.output_dir == "":
-            raise InputError("`output_dir` is empty. Give a folder, such as `output_dir=out`.")
+        if self.output_dir == "" or "\0" in str(self.output_dir):
+            raise InputError(f"`output_dir={self.output_dir!r}` names no folder. Give one, such as `output_dir=out`.")
         if self.recipe not in RECIPES:
             raise InputError(unknown_value("`recipe`:", self.recipe, RECIPES))
         check_numbers(self)

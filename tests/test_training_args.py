@@ -137,7 +137,8 @@ def test_an_unknown_recipe_is_refused_with_what_is_allowed(tmp_path):
         EntameTrainingArguments(str(tmp_path), recipe="best")
 
 
-def test_an_output_folder_without_a_name_is_refused():
-    """As of a variable of the shell that is not set."""
-    with pytest.raises(InputError, match="`output_dir` is empty"):
-        EntameTrainingArguments("")
+# As of a variable of the shell that is not set, and of a file's format.
+@pytest.mark.parametrize("name", ["", "out\0", "\0"])
+def test_an_output_folder_without_a_name_is_refused(name):
+    with pytest.raises(InputError, match="names no folder"):
+        EntameTrainingArguments(name)

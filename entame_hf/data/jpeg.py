@@ -99,8 +99,8 @@ def gpu_decoder() -> Callable[..., Any] | None:
     # Its library does not load beside a torch of another kind.
     except (ImportError, OSError, RuntimeError):
         logger.warning_once(
-            "Fewer than 8 processes decode JPEGs. With 8 cores or more, raise `dataloader_num_workers`; with fewer, let "
-            "the GPU decode: pip install torchcodec"
+            "Fewer than 8 processes decode JPEGs. With 8 cores or more, raise `dataloader_num_workers`; with fewer, "
+            "let the GPU decode: pip install torchcodec"
         )
         return None
     return decoders.decode_jpeg

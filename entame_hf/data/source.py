@@ -6,12 +6,14 @@ import csv
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from datasets import Dataset, IterableDataset
 
 from ..errors import printable
+from ..files import write_text
 
 Rows: TypeAlias = Dataset | IterableDataset
 SKIPPED_FILE = "skipped_images.csv"
@@ -69,9 +71,9 @@ def write_skipped_images(folder: str | os.PathLike[str], skipped: Iterable[Skipp
     if not rows:
         path.unlink(missing_ok=True)
         return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(SkippedImage._fields)
-        writer.writerows([printable(value) for value in row] for row in rows)
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(SkippedImage._fields)
+    writer.writerows([printable(value) for value in row] for row in rows)
+    write_text(path, text.getvalue())
     return path
