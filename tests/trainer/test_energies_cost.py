@@ -109,10 +109,16 @@ class TestNeverStopsATraining:
         assert_agree(energies(trainer), energies(train(tiny_vit, args)))
 
     def test_labels_that_are_no_classes(self, tmp_path, tiny_vit):
-        data = [{"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(-100)} for _ in range(16)]
-        logged = energies(train(tiny_vit, arguments(tmp_path), train_dataset=data))
-        assert "total" not in logged
-        assert "feature_var" in logged
+        def data(classes):
+            labels = [i % 10 if i < classes else -100 for i in range(16)]
+            return [{"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(label)} for label in labels]
+
+        args = arguments(tmp_path, per_device_train_batch_size=16, max_steps=1)
+        logged = energies(train(copy.deepcopy(tiny_vit), args, train_dataset=data(4)))
+        assert logged["total"] > 0
+        # Without any, the loss stops the training, and measuring does not.
+        with pytest.raises(NonFiniteError):
+            train(tiny_vit, args, train_dataset=data(0))
 
 
 def test_trainer_itself_logs_the_same_losses(tmp_path, tiny_vit):
