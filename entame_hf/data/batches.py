@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 # Batches that are requested before the one that is used; accelerate asks for one more.
 _AHEAD = 2
+# Processes that start otherwise get their data pickled, which not every dataset can be.
+CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
 # Rows that a stream's process sends at a time.
 _STREAMED_ROWS = 32
 
@@ -174,7 +177,9 @@ class _RowsOfStream(IterableDataset):
         self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        for rows in DataLoader(_WithError(self.dataset), _STREAMED_ROWS, num_workers=1, collate_fn=list):
+        stream = _WithError(self.dataset)
+        how: Any = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": list}
+        for rows in DataLoader(stream, _STREAMED_ROWS, **how):
             if isinstance(rows[-1], Exception):
                 yield from rows[:-1]
                 raise rows[-1]
@@ -222,7 +227,7 @@ def batch_loader(
     dataset.start_workers(num_workers)
     rows: Any = _Rows(dataset)
     if isinstance(dataset, IterableDataset):
-        sampler, shuffle, rows = None, False, _RowsOfStream(dataset) if num_workers else dataset
+        sampler, shuffle, rows = None, False, _RowsOfStream(dataset) if num_workers and CAN_FORK else dataset
     collate = BatchMaker(dataset, device)
     return BatchLoader(rows, batch_size, shuffle, sampler, drop_last=drop_last, collate_fn=collate)
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .batches import thread_pool
+from .batches import CAN_FORK, thread_pool
 from .images import DecodedImage, UnreadableImageError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Workers:
 
     def start(self, count: int) -> None:
         """Start processes, if none run and the system can fork."""
-        if not count or self.pool is not None or "fork" not in multiprocessing.get_all_start_methods():
+        if not count or self.pool is not None or not CAN_FORK:
             return
         images = max(1, _PART_BYTES // self.length)
         memory = mmap.mmap(-1, _PARTS * images * self.length)
@@ -99,7 +99,7 @@ class Workers:
         """Stop the processes: the training process is slower beside processes that were forked from it."""
         if self.pool is not None:
             self.pool.shutdown(wait=False)
-            self.pool = None
+            self.pool, self._free = None, SimpleQueue()
 
     def start_decoding(
         self,
@@ -129,7 +129,8 @@ class Workers:
                 except BrokenProcessPool:
                     logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
                     self.pool = None
-                free.put(part)
+                finally:
+                    free.put(part)
             results += in_threads(decode, range(len(results), len(values)))
             errors = [(i, result) for i, result in enumerate(results) if isinstance(result, UnreadableImageError)]
             ratios[positions] = [0.0 if isinstance(result, UnreadableImageError) else result for result in results]
@@ -141,14 +142,15 @@ class Workers:
         """Let processes decode as many images as a part of the shared memory holds."""
         if self.pool is None:
             return None, []
-        number, images = part = self._free.get()
+        free = self._free
+        number, images = part = free.get()
         count = min(len(rows), len(images))
         chunks = [slice(at, min(at + _CHUNK, count)) for at in range(0, count, _CHUNK)]
         try:
             return part, [self.pool.submit(_run, number, at.start, rows[at], values[at]) for at in chunks]
         # Another thread has stopped them.
         except (AttributeError, RuntimeError):
-            self._free.put(part)
+            free.put(part)
             return None, []
 
     def __getstate__(self) -> dict[str, Any]:

@@ -104,6 +104,16 @@ def test_a_parent_that_collects_goes_on_so(enabled):
         gc.enable()
 
 
+def test_an_error_of_a_decoder_keeps_no_memory():
+    workers = Workers(lambda row, value: 1 / (value - 1), 3)
+    workers.start(1)
+    # More often than there are parts of the memory.
+    for _ in range(5):
+        with pytest.raises(ZeroDivisionError):
+            decode(workers, [1])
+    workers.stop()
+
+
 @pytest.mark.parametrize(("processes", "gpu"), [(0, True), (7, True), (8, False), (12, False)])
 def test_a_gpu_decodes_where_few_processes_do(processes, gpu, monkeypatch):
     asked = []
