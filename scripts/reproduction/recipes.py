@@ -15,6 +15,12 @@ from .tables import MISSING, difference, lead_entry, markdown
 RECIPE = "#D55E00"
 KEEP = "#000000"
 OTHER = "0.72"
+# Keep with all that `recommended` sets beside the head, in recipe_parts: a recipe too, and the fairest peer.
+FAIR, FAIR_COLOUR, FAIR_LABEL = (
+    "keep, auto, frozen and its schedule",
+    "#0072B2",
+    "keep with all settings of recommended",
+)
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,8 @@ def standings_figure(groups: Sequence[Group], recipe: str, everyone: bool = Fals
             for method, values in it.peers.items():
                 keeps = method == "keep"
                 axes.plot(mean(values), place, "o", ms=5, color=KEEP if keeps else OTHER, zorder=3 if keeps else 2)
+            if fair := it.group.values(it.combination, FAIR, final):
+                axes.plot(mean(fair), place, "s", ms=4.5, color=FAIR_COLOUR, zorder=3)
             axes.plot(mean(it.ours), place, "D", ms=5.5, color=RECIPE, zorder=4)
         axes.set(title=group.plain_title, xlabel="accuracy at the end, percent")
         axes.set_yticks(range(len(rows)), [", ".join(row) for row in rows])
@@ -154,9 +162,11 @@ def standings_figure(groups: Sequence[Group], recipe: str, everyone: bool = Fals
                 axes.axhline(place - 0.5, color="0.9", linewidth=0.8, zorder=0)
     # The first row at the top, with room for the markers of the outer rows.
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
-    marks = {recipe: ("D", RECIPE), "keep": ("o", KEEP), "other methods": ("o", OTHER)}
-    if not any("keep" in it.peers for it in found):
-        del marks["keep"]
+    methods = {method for group in groups for method in group.methods}
+    marks = {recipe: ("D", RECIPE)}
+    marks |= {FAIR_LABEL: ("s", FAIR_COLOUR)} if FAIR in methods else {}
+    marks |= {"keep": ("o", KEEP)} if "keep" in methods else {}
+    marks["other methods"] = ("o", OTHER)
     handles = [Line2D([], [], marker=m, linestyle="", color=c, label=label) for label, (m, c) in marks.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     return figure

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from matplotlib.colors import to_hex
 from reproduction.recipes import (
+    FAIR,
+    FAIR_COLOUR,
+    FAIR_LABEL,
     KEEP,
     RECIPE,
     behind_table,
@@ -114,6 +117,20 @@ def test_picture_has_a_row_a_combination_and_a_panel_a_group(groups):
         assert ([78.3, 1.0], RECIPE.lower()) in points
         # The first row at the top, and no marker on the edge.
         assert axes.get_ylim() == (1.5, -0.5)
+    assert legend(figure) == ["recommended", "keep", "other methods"]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_picture_marks_keep_with_all_settings_of_the_recipe():
+    fair = [row(FAIR, seed, final=accuracy, **AUTO) for seed, accuracy in enumerate([0.7, 0.72, 0.71])]
+    figure = standings_figure([group(rows_of(("MEI x10", "recommended")) + fair)], "recommended")
+    (axes,) = figure.axes
+    points = {to_hex(mark.get_color()): mark.get_xydata()[0].round(1).tolist() for mark in axes.get_lines()}
+    assert points[FAIR_COLOUR.lower()] == [71.0, 0.0]
+    assert legend(figure) == ["recommended", FAIR_LABEL, "other methods"]
 
 
 def test_report_of_recipes_leads_with_the_best(tmp_path):
