@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +11,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .errors import RunError
+
+# What room does not help against: a name, or who may write.
+_NO_PLACE = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def write_text(path: Path, text: str) -> None:
@@ -64,7 +68,8 @@ def explained_write_errors(path: Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(next(place for place in path.absolute().parents if place.exists())).free / 1e6
         reason = "torch.save could not finish" if by_torch else getattr(error, "strerror", None) or error
+        remedy = "Give a place that can" if getattr(error, "errno", None) in _NO_PLACE else "Make room"
         raise RunError(
-            f"{path} could not be written ({reason}); {free:.0f} MB are free there. Make room, and type the command "
+            f"{path} could not be written ({reason}); {free:.0f} MB are free there. {remedy}, and type the command "
             "again. Earlier checkpoints are intact: `resume_from_checkpoint=last` (True in Python) resumes a training."
         ) from error
