@@ -300,7 +300,7 @@ def test_classes_are_listed_in_the_order_of_their_numbers(tmp_path, keys):
     trainer.evaluate()
     trainer.save_model()
     expected = [f"class-{index}" for index in range(12)]
-    listed = re.findall(r"^\| (class-\d+)", card_of(trainer).text, re.MULTILINE)
+    listed = re.findall(r"^\| \d+ \| (class-\d+)", card_of(trainer).text, re.MULTILINE)
     assert listed == expected
     saved = AutoModelForImageClassification.from_pretrained(tmp_path).config
     assert [saved.id2label[index] for index in range(12)] == expected

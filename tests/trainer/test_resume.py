@@ -69,7 +69,7 @@ def train_until_killed(folder, checkpoint, name, **options):
         def wrapper(*args, **kwargs):
             write(*args, **kwargs)
             for path in (Path(arg) for arg in args if isinstance(arg, str | Path)):
-                if path.name == name and path.parent.name == checkpoint:
+                if path.name == name and checkpoint in path.parts:
                     os.truncate(path, path.stat().st_size // 2)
                     os.kill(os.getpid(), signal.SIGKILL)
 
