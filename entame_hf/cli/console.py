@@ -54,8 +54,10 @@ class Console(TrainerCallback):
         metrics: dict[str, Any] = kwargs.get("metrics") or {}
         if "eval_accuracy" in metrics and state.is_world_process_zero:
             best = best_evaluation(state.log_history, args)
+            # A stream has no length: Trainer counts as many epochs as there are.
+            whole = "" if state.num_train_epochs >= sys.maxsize else f"/{_epoch(state.num_train_epochs)}"
             say(
-                f"epoch {_epoch(state.epoch)}/{_epoch(state.num_train_epochs)}  step {state.global_step:,}  "
+                f"epoch {_epoch(state.epoch)}{whole}  step {state.global_step:,}  "
                 f"{scores(metrics)}  best {_best(best, args)} at step {int(best['step']):,}"
             )
 

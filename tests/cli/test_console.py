@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from io import StringIO
 from types import SimpleNamespace
 
@@ -73,6 +74,16 @@ def test_a_line_per_logging_step_and_per_evaluation(args, capsys):
     assert first.endswith("left")
     assert second == "epoch 1/5  step 250  accuracy 91.0%  macro F1 90.0%  best 91.0% at step 250"
     assert max(len(first), len(second)) <= 80
+
+
+def test_epochs_of_a_stream_have_no_number(args, capsys):
+    console, control = Console(), TrainerControl()
+    state = TrainerState(max_steps=30, num_train_epochs=sys.maxsize, is_world_process_zero=True)
+    console.on_train_begin(args, state, control)
+    state.global_step, state.epoch = 10, 1.5
+    state.log_history = [{"step": 10, "eval_accuracy": 0.91, "eval_loss": 0.3}]
+    console.on_evaluate(args, state, control, metrics={"eval_accuracy": 0.91, "eval_f1_macro": 0.9})
+    assert capsys.readouterr().out.startswith("epoch 1.5  step 10  accuracy 91.0%")
 
 
 def test_images_per_second_leave_evaluations_out(args, capsys, monkeypatch):
