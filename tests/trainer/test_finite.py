@@ -8,22 +8,11 @@ import pytest
 import timm
 import torch
 from conftest import RandomImages
+from test_lifecycle import trainer
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, NonFiniteError
-
-
-def trainer(folder, callbacks=None, kind=EntameTrainer, **changes):
-    torch.manual_seed(0)
-    defaults = {
-        **{"max_steps": 4, "save_steps": 2, "logging_steps": 1, "energy_logging_steps": 0, "learning_rate": 1e-3},
-        **{"per_device_train_batch_size": 16, "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
-    }
-    args = EntameTrainingArguments(str(folder), **{**defaults, **changes})
-    model = timm.create_model("test_resnet", num_classes=10)
-    data = RandomImages(64)
-    return kind(model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks)
 
 
 class AtStep(TrainerCallback):
