@@ -104,7 +104,8 @@ class BatchMaker:
     def __init__(self, dataset: BatchDataset, device: torch.device):
         self.dataset, self.device = dataset, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pending: deque[PendingBatch] = deque()
+        # Requested and not made yet, oldest first; those of an epoch that was left drop out.
+        self._pending: deque[PendingBatch] = deque(maxlen=_AHEAD + 2)
         self._skipped = self._epoch = 0
 
     def skip(self, count: int) -> None:
@@ -122,6 +123,7 @@ class BatchMaker:
             started = _thread(os.getpid(), "start").submit(self._call, start, indices, epoch, self.device)
             read = _thread(os.getpid(), "wait").submit(lambda: self._call(started.result())).result
         batch = PendingBatch(lambda: self._finish(read()))
+        self._forget_made()
         self._pending.append(batch)
         return batch
 
@@ -135,11 +137,13 @@ class BatchMaker:
 
     def prepare(self) -> None:
         """Make the next batch, if one was requested: best while the device is busy."""
-        while self._pending:
-            batch = self._pending.popleft()
-            if not batch.is_made:
-                batch.prepare()
-                break
+        self._forget_made()
+        if self._pending:
+            self._pending.popleft().prepare()
+
+    def _forget_made(self) -> None:
+        while self._pending and self._pending[0].is_made:
+            self._pending.popleft()
 
     def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from io import BytesIO
 from pathlib import Path
 
@@ -84,6 +85,20 @@ def test_batches_depend_on_neither_workers_nor_cache(folder):
     assert other._workers.pool is None
     data.set_epoch(1)
     assert not equal(batches(data), expected)
+
+
+@pytest.mark.parametrize("prepares", [False, True], ids=["evaluation", "training"])
+def test_batches_that_were_used_take_no_memory(folder, prepares):
+    loader, alive, most = batch_loader(images(folder, cache_gb=0), 3, CPU), [], 0
+    for pending in loader:
+        if prepares:
+            loader.collate_fn.prepare()
+        alive.append(weakref.ref(pending.to(CPU)["pixel_values"]))
+        del pending
+        most = max(most, sum(each() is not None for each in alive))
+    assert len(alive) == 20
+    # At the end, those that were requested ahead.
+    assert most <= 4
 
 
 def test_an_evaluations_workers_are_let_go(folder):
