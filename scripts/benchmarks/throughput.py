@@ -35,6 +35,7 @@ from entame_hf.data.workers import cores
 from entame_hf.patch import as_transformers, timm_processor
 
 from .sample_images import draw_images
+from .memory import MemoryGauge
 from .timers import EpochTimer, StepClock
 
 WARM_UP = 8
@@ -158,7 +159,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     Epochs take turns in one training, as machines change their pace: images on the device, cached files, files without
     a cache, files of which a tenth is cached, and a stream of Parquet files. Each round gives their ratios over images
     on the device. An epoch includes the wait for its first batch. The first epoch, which fills the cache, is measured
-    from its ninth step on.
+    from its ninth step on. Host memory at the end is that beyond a training on resident images alone.
     """
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -220,19 +221,13 @@ def measure(options: argparse.Namespace, name: str, rows: Any, folder: Path) -> 
 
 def take_turns(options: argparse.Namespace, name: str, inputs: dict[str, Any]) -> dict[str, Any]:
     """Train on each input for an epoch, one after the other."""
-    torch.manual_seed(0)
+    resident = MemoryGauge()
+    train(options, name, {"device": inputs["device"]}, WARM_UP, resident)
     # The first epoch fills the cache, and is followed by one of each to warm up.
     inputs = {"cached": inputs.pop("cached"), **inputs}
     epoch = len(inputs["cached"]) // options.batch
-    steps = epoch * len(inputs) * (1 + options.pairs)
-    clock, timer = StepClock(WARM_UP, epoch), EpochTimer()
-    args = training_arguments(options, steps, dataloader_num_workers=cores(), dataloader_pin_memory=False)
-    trainer = TurnsTrainer(
-        model_of(name, options.size), args, train_dataset=inputs["cached"], callbacks=[clock, timer]
-    )
-    trainer.inputs = inputs
-    trainer.train()
-    torch._dynamo.reset()
+    clock, timer, memory = StepClock(WARM_UP, epoch), EpochTimer(), MemoryGauge()
+    train(options, name, inputs, epoch * len(inputs) * (1 + options.pairs), clock, timer, memory)
     # The first mark is the end of the first epoch.
     places = {key: len(inputs) - 1 + place for place, key in enumerate(inputs)}
     spans = {key: timer.ends.milliseconds()[place :: len(inputs)] for key, place in places.items()}
@@ -240,10 +235,24 @@ def take_turns(options: argparse.Namespace, name: str, inputs: dict[str, Any]) -
     first = clock.rate(options.batch, WARM_UP, epoch)
     figures: dict[str, Any] = {key: images / median(values) for key, values in spans.items()}
     figures |= {"first_epoch": first, "first_epoch_over_device": first * median(spans["device"]) / images}
+    figures["host_gb_beyond_resident"] = memory.gigabytes - resident.gigabytes
     device = spans.pop("device")
     return figures | {
         f"{key}_over_device": [a / b for a, b in zip(device, values, strict=True)] for key, values in spans.items()
     }
+
+
+def train(
+    options: argparse.Namespace, name: str, inputs: dict[str, Any], steps: int, *callbacks: TrainerCallback
+) -> None:
+    """Train a new model on inputs that take turns."""
+    torch.manual_seed(0)
+    args = training_arguments(options, steps, dataloader_num_workers=cores(), dataloader_pin_memory=False)
+    first = next(iter(inputs.values()))
+    trainer = TurnsTrainer(model_of(name, options.size), args, train_dataset=first, callbacks=[*callbacks])
+    trainer.inputs = inputs
+    trainer.train()
+    torch._dynamo.reset()
 
 
 def first_batch(options: argparse.Namespace) -> dict[str, Any]:
