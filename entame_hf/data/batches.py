@@ -16,12 +16,12 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from .stream_rows import StreamRows
+
 # Batches that are requested before the one that is used; accelerate asks for one more.
 _AHEAD = 2
 # Processes that start otherwise get their data pickled, which not every dataset can be.
 CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
-# Rows that a stream's process sends at a time.
-_STREAMED_ROWS = 32
 
 
 class BatchDataset(Dataset):
@@ -171,38 +171,6 @@ class _Rows(torch.utils.data.Dataset):
         return indices
 
 
-class _RowsOfStream(IterableDataset):
-    """Read the rows of a stream in a process: each takes a while in which Python's lock is held."""
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def set_epoch(self, epoch: int) -> None:
-        self.dataset.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        stream = _WithError(self.dataset)
-        how: Any = {"num_workers": 1, "multiprocessing_context": "fork", "collate_fn": list}
-        for rows in DataLoader(stream, _STREAMED_ROWS, **how):
-            if isinstance(rows[-1], Exception):
-                yield from rows[:-1]
-                raise rows[-1]
-            yield from rows
-
-
-class _WithError(IterableDataset):
-    """End with the error that ends a dataset, which a process would wrap in a text of its own."""
-
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            yield from self.dataset
-        except Exception as error:
-            yield error
-
-
 class BatchLoader(DataLoader):
     """Request batches ahead of their use, so that several are read at the same time."""
 
@@ -231,7 +199,7 @@ def batch_loader(
     dataset.start_workers(num_workers)
     rows: Any = _Rows(dataset)
     if isinstance(dataset, IterableDataset):
-        sampler, shuffle, rows = None, False, _RowsOfStream(dataset) if num_workers and CAN_FORK else dataset
+        sampler, shuffle, rows = None, False, StreamRows(dataset) if num_workers and CAN_FORK else dataset
     collate = BatchMaker(dataset, device)
     return BatchLoader(rows, batch_size, shuffle, sampler, drop_last=drop_last, collate_fn=collate)
 

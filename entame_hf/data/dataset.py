@@ -76,6 +76,8 @@ class ClassificationDataset(PipelineDataset):
         if isinstance(dataset.features[image_column], datasets.Image):
             dataset = dataset.cast_column(image_column, datasets.Image(decode=False))
         self.dataset = dataset
+        # Other columns take their time to read.
+        self._images = dataset.select_columns([image_column])
         self.image_column = image_column
         self.labels = torch.from_numpy(label_indices(dataset, label_column))
         shares = None if evaluation else label_shares(dataset, label_column, name)
@@ -211,13 +213,11 @@ class ClassificationDataset(PipelineDataset):
         """
         if not len(todo):
             return lambda: todo
-        values = self.dataset[rows[todo]][self.image_column]
         if device is not None and device.type == "cuda" and not self._workers.outrun_gpu:
-            done = self.pipeline.decode_on_gpu(batch, todo, values, device, self._keeper(rows[todo]))
-            left = np.delete(np.arange(len(todo)), done)
-            todo, values = todo[left], [values[i] for i in left]
+            done = self.pipeline.decode_on_gpu(batch, todo, self._fetch(rows[todo]), device, self._keeper(rows[todo]))
+            todo = np.delete(todo, done)
         workers = self._workers if device is not None else self._new_workers()
-        decode = workers.start_decoding(batch.pixels.numpy(), batch.ratios.numpy(), todo, rows[todo], values)
+        decode = workers.start_decoding(batch.pixels.numpy(), batch.ratios.numpy(), todo, rows[todo])
 
         def wait() -> Rows:
             errors = decode()
@@ -237,8 +237,11 @@ class ClassificationDataset(PipelineDataset):
             self._cache.write(row, image)
         return image
 
+    def _fetch(self, rows: Rows) -> list[Any]:
+        return self._images[rows][self.image_column]
+
     def _new_workers(self) -> Workers:
-        return Workers(self._decode_row, self.pipeline.length)
+        return Workers(self._decode_row, self.pipeline.length, self._fetch)
 
     def _has_most(self) -> bool:
         return self._cache is not None and self._cache.fraction() >= _MOST

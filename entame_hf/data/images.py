@@ -98,6 +98,8 @@ def encoded_bytes(value: Any) -> bytes | None:
     # Remote file systems raise errors of their own.
     except Exception as error:
         raise UnreadableImageError(f"{type(error).__name__}: {error}") from error
+    if isinstance(value, memoryview):
+        value = value.tobytes()
     if not isinstance(value, bytes):
         raise UnreadableImageError(f"no image but {type(value).__name__}")
     if len(value) > MAX_FILE_BYTES:

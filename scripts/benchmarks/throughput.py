@@ -34,8 +34,8 @@ from entame_hf.data.batches import to_device
 from entame_hf.data.workers import cores
 from entame_hf.patch import as_transformers, timm_processor
 
-from .sample_images import draw_images
 from .memory import MemoryGauge
+from .sample_images import draw_images
 from .timers import EpochTimer, StepClock
 
 WARM_UP = 8

@@ -74,15 +74,15 @@ def test_batches_depend_on_neither_workers_nor_cache(folder):
     assert equal(batches(data, num_workers=2), expected)
     assert data.start_copying(list(range(60)), 0, CPU) is not None
     # Workers are let go once there is nothing left for them.
-    assert data._workers.pool is not None
+    assert data._workers.processes
     data.set_epoch(1)
-    assert data._workers.pool is None
+    assert not data._workers.processes
     data.set_epoch(0)
     assert equal(batches(data, num_workers=2), expected)
-    assert data._workers.pool is None
+    assert not data._workers.processes
     other = images(folder)
     assert equal(batches(other, num_workers=2), expected)
-    assert other._workers.pool is None
+    assert not other._workers.processes
     data.set_epoch(1)
     assert not equal(batches(data), expected)
 
@@ -104,14 +104,14 @@ def test_batches_that_were_used_take_no_memory(folder, prepares):
 def test_an_evaluations_workers_are_let_go(folder):
     data = images(folder, "none", evaluation=True)
     batches(data, num_workers=2)
-    assert data._workers.pool is None
+    assert not data._workers.processes
 
 
 def test_threads_go_on_where_a_worker_was_killed(folder, caplog):
     expected = batches(images(folder, cache_gb=0))
     data = images(folder)
     data.start_workers(2)
-    for process in data._workers.pool._processes.values():
+    for process in data._workers.processes:
         process.kill()
     assert equal(batches(data), expected)
     assert "is memory short?" in caplog.text
@@ -121,7 +121,8 @@ def test_threads_go_on_where_a_worker_was_killed(folder, caplog):
 def test_workers_end_with_a_parent_that_was_killed():
     code = (
         "import os, time\nfrom entame_hf.data.workers import Workers\n"
-        "workers = Workers(int, 1)\nworkers.start(2)\nprint(*workers.pool._processes, flush=True)\ntime.sleep(60)"
+        "workers = Workers(int, 1)\nworkers.start(2)\n"
+        "print(*(each.pid for each in workers.processes), flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         workers = [int(number) for number in parent.stdout.readline().split()]

@@ -49,7 +49,7 @@ def decode(workers: Workers, values: list[int]):
     return pixels, ratios, [i for i, _ in errors]
 
 
-@pytest.mark.parametrize("shared", [2**20, 9, 1])
+@pytest.mark.parametrize("shared", [2**20, 3 * 4096, 1])
 @pytest.mark.parametrize("processes", [0, 1, 3])
 def test_each_image_gets_to_its_position(processes, shared, monkeypatch):
     # Room for all images, for three and for one.
@@ -81,9 +81,9 @@ def test_what_the_parent_has_thrown_away_ends_in_the_parent(tmp_path):
     Ends(tmp_path)
     workers = Workers(collect, 3)
     workers.start(1)
-    with workers.pool:
-        assert decode(workers, [0])[0][1, 0] >= 1
-        assert list(tmp_path.iterdir()) == []
+    assert decode(workers, [0])[0][1, 0] >= 1
+    workers.stop()
+    assert list(tmp_path.iterdir()) == []
     # As it was.
     assert not gc.isenabled()
     gc.collect()
@@ -95,11 +95,11 @@ def test_a_parent_that_collects_goes_on_so(enabled):
     if not enabled:
         gc.disable()
     try:
-        workers = Workers(fill, 3)
+        workers = Workers(lambda row, value: fill(row, gc.isenabled()), 3)
         workers.start(1)
-        with workers.pool:
-            assert gc.isenabled() == enabled
-            assert workers.pool.submit(gc.isenabled).result()
+        assert gc.isenabled() == enabled
+        assert decode(workers, [0])[0][1, 0] == 1
+        workers.stop()
     finally:
         gc.enable()
 
@@ -118,7 +118,7 @@ def test_an_error_of_a_decoder_keeps_no_memory():
 def test_a_gpu_decodes_where_few_processes_do(processes, gpu, monkeypatch):
     asked = []
     workers = Workers(fill, 3)
-    workers.pool, workers.count = object() if processes else None, processes
+    workers.processes = [None] * processes
     monkeypatch.setattr(ImagePipeline, "decode_on_gpu", lambda *args: asked.append(args) or [0, 1])
     monkeypatch.setattr(Workers, "start_decoding", lambda *args: list)
     # There is no GPU here whose memory a batch would be copied to.
