@@ -70,7 +70,7 @@ def duels(groups: Sequence[Group], of: Measure = final) -> Iterator[Duel]:
 
 
 def verdict(groups: Sequence[Group], wanted: tuple[int, int] | None) -> str:
-    """Say whether the candidate wins all of its duels.
+    """Say whether the candidate wins all of its duels. One that is lost decides, whatever runs are missing.
 
     Args:
         groups (`Sequence[Group]`): One a learning rate.
@@ -82,11 +82,14 @@ def verdict(groups: Sequence[Group], wanted: tuple[int, int] | None) -> str:
     said = f"{CANDIDATE} wins {won} of {len(found)} duels"
     if wanted is None:
         return f"{said}. The rule of success is about the suite `{TEST}` alone."
-    sizes = [duel.lead.n for duel in found if duel.complete and duel.lead is not None]
-    if len(sizes) < max(len(found), wanted[0]) or min(sizes) < wanted[1]:
+    full = [duel for duel in found if duel.complete and duel.lead is not None and duel.lead.n >= wanted[1]]
+    missing = len(full) < max(len(found), wanted[0])
+    if not all(duel.won for duel in full):
+        left = f", and misses runs for {len(found) - len(full)} others" if missing else ""
+        return f"**{CANDIDATE} does not succeed: it wins {sum(duel.won for duel in full)} of {len(full)} duels{left}.**"
+    if missing:
         return f"**No verdict yet: {said}, and runs are missing.**"
-    outcome = "succeeds" if won == len(found) else "does not succeed"
-    return f"**{CANDIDATE} {outcome}: it wins {won} of {len(found)} duels.**"
+    return f"**{CANDIDATE} succeeds: it wins all {len(found)} duels.**"
 
 
 def duel_table(groups: Sequence[Group]) -> str:

@@ -138,8 +138,12 @@ def own_best_table(groups: Sequence[Group], recipe: str) -> str:
 
 
 def standings_figure(groups: Sequence[Group], recipe: str, everyone: bool = False) -> Figure:
-    """Draw final accuracies of a recipe and its peers, or of all methods: a panel a group, a row a combination."""
+    """Draw final accuracies of a recipe and its peers, or of all methods: a panel a group, a row a combination.
+
+    One of the others has a mark of its own: the peer with the recipe's schedule, or `recommended` among all methods.
+    """
     found = [*standings(groups, recipe, everyone)]
+    beside, beside_label = ("recommended", "recommended") if everyone else (FAIR, FAIR_LABEL)
     rows = list(dict.fromkeys(it.combination for it in found))
     figure = Figure(figsize=(4 * len(groups), 1.2 + 0.24 * len(rows)), dpi=150, layout="constrained")
     panels = figure.subplots(1, len(groups), sharey=True, squeeze=False)[0]
@@ -149,8 +153,8 @@ def standings_figure(groups: Sequence[Group], recipe: str, everyone: bool = Fals
             for method, values in it.peers.items():
                 keeps = method == "keep"
                 axes.plot(mean(values), place, "o", ms=5, color=KEEP if keeps else OTHER, zorder=3 if keeps else 2)
-            if fair := it.group.values(it.combination, FAIR, final):
-                axes.plot(mean(fair), place, "s", ms=4.5, color=FAIR_COLOUR, zorder=3)
+            if values := it.group.values(it.combination, beside, final):
+                axes.plot(mean(values), place, "s", ms=4.5, color=FAIR_COLOUR, zorder=3)
             axes.plot(mean(it.ours), place, "D", ms=5.5, color=RECIPE, zorder=4)
         axes.set(title=group.plain_title, xlabel="accuracy at the end, percent")
         axes.set_yticks(range(len(rows)), [", ".join(row) for row in rows])
@@ -164,7 +168,7 @@ def standings_figure(groups: Sequence[Group], recipe: str, everyone: bool = Fals
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
     methods = {method for group in groups for method in group.methods}
     marks = {recipe: ("D", RECIPE)}
-    marks |= {FAIR_LABEL: ("s", FAIR_COLOUR)} if FAIR in methods else {}
+    marks |= {beside_label: ("s", FAIR_COLOUR)} if beside in methods else {}
     marks |= {"keep": ("o", KEEP)} if "keep" in methods else {}
     marks["other methods"] = ("o", OTHER)
     handles = [Line2D([], [], marker=m, linestyle="", color=c, label=label) for label, (m, c) in marks.items()]

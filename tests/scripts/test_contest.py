@@ -33,7 +33,7 @@ def test_lead_on_every_combination_wins():
     assert duel.won
     assert duel.lead.n == 21
     assert duel.lead.difference == pytest.approx(2, abs=0.1)
-    assert verdict([group(rows_of(0.02))], (1, 21)) == f"**{CANDIDATE} succeeds: it wins 1 of 1 duels.**"
+    assert verdict([group(rows_of(0.02))], (1, 21)) == f"**{CANDIDATE} succeeds: it wins all 1 duels.**"
     # Part of the test proves nothing.
     for wanted in ((1, 22), (2, 21)):
         assert "No verdict yet" in verdict([group(rows_of(0.02))], wanted)
@@ -55,6 +55,9 @@ def test_one_combination_that_is_significantly_behind_loses_the_duel():
     assert "does not succeed" in verdict(
         [group(rows_of(lambda m, d: -0.1 if (m, d) == ("C", "Y") else 0.05))], (1, 21)
     )
+    # Whatever runs that are missing bring, a duel is lost.
+    lost = [group(rows_of(lambda m, d: -0.1 if (m, d) == ("C", "Y") else 0.05)), group(rows_of(0.02, seeds=2))]
+    assert "does not succeed: it wins 0 of 1 duels, and misses runs for 1 others." in verdict(lost, (2, 21))
     assert "C, Y" in duel_table([group(rows_of(lambda m, d: -0.1 if (m, d) == ("C", "Y") else 0.05))])
 
 
