@@ -133,8 +133,8 @@ def sampled_batches(dataset: ClassificationDataset, count: int, title: str, args
 
 
 def _batch_size(args: TrainingArguments) -> int:
-    # Evaluation takes 8 images unless told otherwise. Two training batches have room, as nothing is kept for gradients,
-    # and a GPU waits less for the host.
+    # Evaluation takes 8 images unless told otherwise. Two training batches have room, as no gradients are kept, and
+    # are less work for the host.
     return max(args.eval_batch_size, 2 * args.train_batch_size)
 
 

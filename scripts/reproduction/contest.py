@@ -85,8 +85,9 @@ def verdict(groups: Sequence[Group], wanted: tuple[int, int] | None) -> str:
     full = [duel for duel in found if duel.complete and duel.lead is not None and duel.lead.n >= wanted[1]]
     missing = len(full) < max(len(found), wanted[0])
     if not all(duel.won for duel in full):
+        counted = f"{sum(duel.won for duel in full)} of {len(full)} duels"
         left = f", and misses runs for {len(found) - len(full)} others" if missing else ""
-        return f"**{CANDIDATE} does not succeed: it wins {sum(duel.won for duel in full)} of {len(full)} duels{left}.**"
+        return f"**{CANDIDATE} does not succeed: it wins {counted}{left}.**"
     if missing:
         return f"**No verdict yet: {said}, and runs are missing.**"
     return f"**{CANDIDATE} succeeds: it wins all {len(found)} duels.**"

@@ -7,9 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import accelerate.state
 import torch
 from torch.distributed import PrefixStore, rendezvous
 
@@ -105,4 +107,6 @@ def take_place() -> Place:
     gpus = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[local_rank % len(gpus)]
+    # Each set of training arguments asks nvidia-smi for the GPUs' names: a second a time where many processes ask.
+    accelerate.state.check_cuda_p2p_ib_support = cache(accelerate.state.check_cuda_p2p_ib_support)
     return place

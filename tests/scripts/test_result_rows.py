@@ -7,6 +7,7 @@ import multiprocessing
 import os
 from itertools import chain, zip_longest
 
+import accelerate.state
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -155,3 +156,11 @@ def test_launch_without_multi_gpu_is_explained(monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert take_place() == Place()
     assert "--multi_gpu" in capsys.readouterr().out
+
+
+def test_gpus_are_asked_for_their_names_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr("accelerate.state.check_cuda_p2p_ib_support", lambda: asked.append(1) or True)
+    take_place()
+    assert [accelerate.state.check_cuda_p2p_ib_support() for _ in range(3)] == [True] * 3
+    assert asked == [1]
