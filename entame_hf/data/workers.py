@@ -4,42 +4,25 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import multiprocessing
 import os
-import pickle
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from .batches import CAN_FORK, thread_pool
-from .images import DecodedImage, UnreadableImageError
+from .board import TO_DO, Board, Decode, Fetch, work
+from .images import UnreadableImageError
 
 logger = logging.getLogger(__name__)
 
 # ResNet-50 at 224 px, without a cache, on an H200: 16 processes keep 0.84 of the pace of images on the device. nvJPEG,
 # which takes the GPU's time, keeps 0.57.
 _MANY = 8
-# Images that a process takes at a time.
-_CHUNK = 8
-# Room for what a small image is decoded from: its path, say.
-_LEAST_PLACE = 4096
-# Shared memory for batches that are decoded at the same time, and what each of them may use.
-_PARTS, _PART_BYTES = 3, 2**28
-# Ratios of images that are not decoded yet, and of those that cannot be.
-_TO_DO, _UNREADABLE = -1.0, -2.0
-
-
-Decode = Callable[[int, Any], DecodedImage | UnreadableImageError]
-Fetch = Callable[[NDArray[np.int64]], Sequence[Any]]
 
 
 def cores() -> int:
@@ -76,20 +59,20 @@ class Workers:
     Args:
         decode (`Callable`): Maps a row's number and its image to a [`DecodedImage`], or to the error if there is none.
         length (`int`): The bytes of a decoded image.
-        fetch (`Callable`, *optional*): Maps the numbers of rows, int64 (N,), to their images. Without it, images are
+        fetch (`Callable`, *optional*): Maps the numbers of rows, int64 (N,), to their images. Without it, `values` are
             given with the rows.
     """
 
     def __init__(self, decode: Decode, length: int, fetch: Fetch | None = None):
         self.decode, self.length, self.fetch = decode, length, fetch
-        self._board: _Board | None = None
+        self._board: Board | None = None
         self.processes: list[Any] = []
 
     def start(self, count: int) -> None:
         """Start processes, if none run and the system can fork."""
         if not count or self._board is not None or not CAN_FORK:
             return
-        self._board = _Board(self.length)
+        self._board = Board(self.length, given=self.fetch is None)
         collects = gc.isenabled()
         # A collection in a fork, before it begins, would end what the parent no longer uses: process groups, streams.
         gc.disable()
@@ -99,9 +82,9 @@ class Workers:
             if collects:
                 gc.enable()
 
-    def _fork(self, board: _Board) -> Any:
+    def _fork(self, board: Board) -> Any:
         process = multiprocessing.get_context("fork").Process(
-            target=_work, args=(board, self.decode, self.fetch, os.getpid()), daemon=True
+            target=work, args=(board, self.decode, self.fetch, os.getpid()), daemon=True
         )
         process.start()
         return process
@@ -130,7 +113,7 @@ class Workers:
         Returns:
             `Callable`: Waits for them, and returns the numbers in `rows` of those that cannot be decoded.
         """
-        board, processes, found = self._board, self.processes, np.full(len(rows), _TO_DO, np.float32)
+        board, processes, found = self._board, self.processes, np.full(len(rows), TO_DO, np.float32)
         part = None if board is None else board.post(rows, values)
 
         def finish() -> list[tuple[int, UnreadableImageError]]:
@@ -140,7 +123,7 @@ class Workers:
                     logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
                     self._board, self.processes = None, []
                 errors += board.take(part, pixels, positions, found)
-            left = np.flatnonzero(found == _TO_DO)
+            left = np.flatnonzero(found == TO_DO)
             errors += self._decode_in_threads(left, pixels, positions, rows, values, found) if len(left) else []
             ratios[positions] = np.maximum(found, 0)
             return errors
@@ -156,7 +139,7 @@ class Workers:
         values: Sequence[Any] | None,
         found: NDArray[np.float32],
     ) -> list[tuple[int, UnreadableImageError]]:
-        images = [values[i] for i in left] if self.fetch is None or values is not None else self.fetch(rows[left])
+        images = [values[i] for i in left] if values is not None else self.fetch(rows[left]) if self.fetch else []
 
         def decode(n: int) -> tuple[int, UnreadableImageError] | None:
             i = int(left[n])
@@ -173,149 +156,3 @@ class Workers:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-class _Board:
-    """Hold what processes are to decode, and what they decoded, in memory that forked processes share.
-
-    An image's place holds what it is decoded from, pickled, then its pixels or the error.
-    """
-
-    def __init__(self, length: int) -> None:
-        self.length, place = length, max(length, _LEAST_PLACE)
-        self.images = max(1, _PART_BYTES // place)
-        self.places = _shared((_PARTS, self.images, place), np.uint8)
-        self.rows, self.sizes = (_shared((_PARTS, self.images), np.int64) for _ in range(2))
-        self.ratios = _shared((_PARTS, self.images), np.float32)
-        # Pieces of work: a part, its first image and the one after its last.
-        self.chunks = _shared((_PARTS * -(-self.images // _CHUNK), 3), np.int64)
-        # How many chunks were offered, and how many were taken.
-        self.posted, self.taken = _shared((1,), np.int64), _shared((1,), np.int64)
-        # Images of each part that are left to do.
-        self.left = _shared((_PARTS,), np.int64)
-        fork = multiprocessing.get_context("fork")
-        self.lock, self.ready = fork.Lock(), fork.Semaphore(0)
-        self.done = [fork.Semaphore(0) for _ in range(_PARTS)]
-        self._counts = [0] * _PARTS
-        self._free: SimpleQueue[int] = SimpleQueue()
-        for part in range(_PARTS):
-            self._free.put(part)
-
-    def post(self, rows: NDArray[np.int64], values: Sequence[Any] | None) -> int | None:
-        """Offer images to the processes, as many as a part holds, and return the part."""
-        count = min(len(rows), self.images)
-        written = [] if values is None else [_written(value) for value in values[:count]]
-        # An encoded image can be larger than its pixels; threads decode it, and what comes after it.
-        large = (i for i, (data, _) in enumerate(written) if len(data) > self.places.shape[2])
-        count = next(large, count)
-        if not count:
-            return None
-        part = self._free.get()
-        for i, (data, size) in enumerate(written[:count]):
-            self.places[part, i, : len(data)], self.sizes[part, i] = data, size
-        if values is None:
-            self.sizes[part, :count] = 0
-        self.rows[part, :count] = rows[:count]
-        self.ratios[part, :count], self.left[part], self._counts[part] = _TO_DO, count, count
-        for start in range(0, count, _CHUNK):
-            self.chunks[self.posted[0] % len(self.chunks)] = part, start, min(start + _CHUNK, count)
-            self.posted[0] += 1
-            self.ready.release()
-        return part
-
-    def wait(self, part: int, processes: list[Any]) -> bool:
-        """Wait until a part is decoded; return `False`, with all processes ended, if one was killed."""
-        while not self.done[part].acquire(timeout=1):
-            if not all(process.is_alive() for process in processes):
-                for process in processes:
-                    process.kill()
-                    process.join()
-                return False
-        return True
-
-    def take(
-        self, part: int, pixels: NDArray[np.uint8], positions: NDArray[np.int64], found: NDArray[np.float32]
-    ) -> list[tuple[int, UnreadableImageError]]:
-        """Copy what was decoded, and return the errors; the part is free then."""
-        count = self._counts[part]
-        found[:count] = self.ratios[part, :count]
-        good = np.flatnonzero(found >= 0)
-        places = self.places[part, :, : self.length]
-        if len(good) == len(pixels) and np.array_equal(positions, good):
-            np.copyto(pixels, places[:count])
-        else:
-            pixels[positions[good]] = places[good]
-        failed = np.flatnonzero(found == _UNREADABLE).tolist()
-        errors = [(i, pickle.loads(self.places[part, i, : self.sizes[part, i]])) for i in failed]
-        self._free.put(part)
-        return errors
-
-    def work(self, decode: Decode, fetch: Fetch | None, parent: int) -> None:
-        """Decode chunks until the board is closed or the parent process has ended."""
-        # A parent that is killed tells nobody.
-        while os.getppid() == parent:
-            if not self.ready.acquire(timeout=1):
-                continue
-            with self.lock:
-                # Closed.
-                if self.taken[0] == self.posted[0]:
-                    return
-                part, start, end = self.chunks[self.taken[0] % len(self.chunks)].tolist()
-                self.taken[0] += 1
-            # Of what fails here, a thread meets the error again, and raises it.
-            with suppress(Exception):
-                rows = self.rows[part, start:end]
-                values = fetch(rows) if fetch and not self.sizes[part, start] else self._values(part, start, end)
-                for i, row, value in zip(range(start, end), rows.tolist(), values, strict=True):
-                    self._put(part, i, decode(row, value))
-            with self.lock:
-                self.left[part] -= end - start
-                last = not self.left[part]
-            if last:
-                self.done[part].release()
-
-    def _values(self, part: int, start: int, end: int) -> list[Any]:
-        places, sizes = self.places[part, start:end], self.sizes[part, start:end].tolist()
-        return [
-            {"bytes": place[:size].tobytes(), "path": None} if size > 0 else pickle.loads(place[:-size])
-            for place, size in zip(places, sizes, strict=True)
-        ]
-
-    def _put(self, part: int, i: int, image: DecodedImage | UnreadableImageError) -> None:
-        place = self.places[part, i]
-        if isinstance(image, UnreadableImageError):
-            error = np.frombuffer(pickle.dumps(image), np.uint8)
-            place[: len(error)], self.sizes[part, i] = error, len(error)
-            self.ratios[part, i] = _UNREADABLE
-        else:
-            place[: self.length], self.ratios[part, i] = image.pixels, image.ratio
-
-    def close(self, count: int) -> None:
-        """Let so many processes end after what was offered."""
-        for _ in range(count):
-            self.ready.release()
-
-
-def _shared(shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
-    """Allocate zeros that forked processes share."""
-    length = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.frombuffer(mmap.mmap(-1, length), dtype).reshape(shape)
-
-
-def _written(value: Any) -> tuple[NDArray[np.uint8], int]:
-    """Give what a process reads an image from, and its length: below 0 if it is pickled."""
-    data = value.get("bytes") if isinstance(value, dict) else None
-    if data:
-        return np.frombuffer(data, np.uint8), len(data)
-    pickled = pickle.dumps(value)
-    return np.frombuffer(pickled, np.uint8), -len(pickled)
-
-
-def _work(board: _Board, decode: Decode, fetch: Fetch | None, parent: int) -> None:
-    gc.freeze()
-    gc.enable()
-    # The main process handles Ctrl-C and ends this one. A forked process has none of torch's threads.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    torch.set_num_threads(1)
-    board.work(decode, fetch, parent)

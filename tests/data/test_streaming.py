@@ -23,6 +23,7 @@ from entame_hf.data import (
     set_image_size,
 )
 from entame_hf.data.batches import batch_loader
+from entame_hf.data.stream_rows import StreamRows
 from entame_hf.errors import InputError
 
 PREPARATION = Preparation(set_image_size(ViTImageProcessor(), 32), exact=False)
@@ -203,6 +204,24 @@ def test_processes_change_no_batch():
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one["pixel_values"], other["pixel_values"])
         assert torch.equal(one["labels"], other["labels"])
+
+
+@pytest.mark.parametrize("count", [200, 0])
+def test_a_process_gives_the_rows_as_they_are(count, tmp_path):
+    odd = [{"bytes": b"", "path": "empty.jpg"}, None, {"bytes": None, "path": str(tmp_path / "on_disk.jpg")}]
+    table = rows(count).cast_column("image", ImageFeature(decode=False)).remove_columns("other")
+    listed = [*table, *({"image": image, "label": 1} for image in odd if count)]
+    source = IterableDataset.from_generator(lambda: iter(listed), features=table.features)
+    data = StreamingDataset(source, "image", "label", PREPARATION, evaluation=True)
+
+    def plain(row):
+        image = row["image"]
+        file = image and image["bytes"] is not None and bytes(image["bytes"])
+        return row | {"image": image and image | {"bytes": file}}
+
+    given = [*map(plain, StreamRows(data))]
+    assert given == [*map(plain, data)]
+    assert len(given) == (203 if count else 0)
 
 
 class Lost(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def decode(workers: Workers, values: list[int]):
 @pytest.mark.parametrize("processes", [0, 1, 3])
 def test_each_image_gets_to_its_position(processes, shared, monkeypatch):
     # Room for all images, for three and for one.
-    monkeypatch.setattr("entame_hf.data.workers._PART_BYTES", shared)
+    monkeypatch.setattr("entame_hf.data.board._PART_BYTES", shared)
     workers = Workers(fill, 3)
     workers.start(processes)
     values = list(range(10, 21))
@@ -66,6 +67,71 @@ def test_each_image_gets_to_its_position(processes, shared, monkeypatch):
         assert pixels[0].tolist() == [0, 0, 0]
         values = [value + 40 for value in values]
     workers.stop()
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_rows_are_enough_where_images_can_be_fetched(processes):
+    asked = []
+
+    def fetch(rows):
+        asked.append(len(rows))
+        return (rows * 2).tolist()
+
+    workers = Workers(fill, 3, fetch)
+    workers.start(processes)
+    pixels, ratios = np.zeros((20, 3), np.uint8), np.zeros(20, np.float32)
+    errors = workers.start_decoding(pixels, ratios, np.arange(20), np.arange(20))()
+    assert pixels[::2, 0].tolist() == [*range(0, 40, 4)]
+    assert [(i, str(error)) for i, error in errors] == [(i, "odd") for i in range(1, 20, 2)]
+    # Processes fetch for themselves.
+    assert asked == ([] if processes else [20])
+    workers.stop()
+
+
+@pytest.mark.parametrize("room", [2**20, 5000, 10])
+def test_files_larger_than_their_pixels_reach_the_processes(room, monkeypatch):
+    monkeypatch.setattr("entame_hf.data.board._PART_BYTES", room)
+    workers = Workers(lambda row, value: fill(2 * row, len(value["bytes"]) // 100), 3)
+    workers.start(2)
+    # Two of them fit in 5,000 bytes, none in 10: threads decode the others.
+    files = [{"bytes": memoryview(bytes(size)), "path": None} for size in (1000, 3000, 2000, 0)]
+    for _ in range(4):
+        pixels, *_ = decode(workers, files)
+        assert pixels[::-1, 0].tolist() == [10, 30, 20, 0, 0]
+    workers.stop()
+
+
+def test_many_batches_are_offered_before_the_first_is_taken():
+    workers = Workers(fill, 3)
+    workers.start(2)
+    batches = [(np.zeros((9, 3), np.uint8), np.zeros(9, np.float32)) for _ in range(3)]
+    waits = [
+        workers.start_decoding(*batch, np.arange(9), np.arange(9) * 2, [n] * 9) for n, batch in enumerate(batches)
+    ]
+    for n in (2, 0, 1):
+        assert waits[n]() == []
+        assert (batches[n][0] == n).all()
+    # Those who ask meanwhile are served to the end.
+    last = workers.start_decoding(*batches[0], np.arange(9), np.arange(9) * 2, [7] * 9)
+    workers.stop()
+    assert last() == []
+    assert (batches[0][0] == 7).all()
+
+
+def test_a_worker_that_is_killed_at_work_costs_no_image(caplog):
+    def decode_or_die(row, value):
+        if row == 4 and os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fill(2 * row, value)
+
+    parent = os.getpid()
+    workers = Workers(decode_or_die, 3)
+    workers.start(2)
+    pixels, _, errors = decode(workers, [*range(20)])
+    assert pixels[:0:-1, 0].tolist() == [*range(20)]
+    assert errors == []
+    assert caplog.text.count("is memory short?") == 1
+    assert workers.processes == []
 
 
 @pytest.fixture

@@ -1,0 +1,175 @@
+"""Memory through which a training hands images to the processes that decode them, and gets their pixels."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .images import DecodedImage, UnreadableImageError
+
+# Images that a process takes at a time.
+_CHUNK = 8
+# Room for the error of a small image.
+_LEAST_PLACE = 4096
+# Shared memory for batches that are decoded at the same time, and what each of them may use.
+_PARTS, _PART_BYTES = 3, 2**28
+# Ratios of images that are not decoded yet, and of those that cannot be.
+TO_DO, _UNREADABLE = -1.0, -2.0
+
+Decode = Callable[[int, Any], DecodedImage | UnreadableImageError]
+Fetch = Callable[[NDArray[np.int64]], Sequence[Any]]
+
+
+class Board:
+    """Hold what processes are to decode, and what they decoded, in memory that forked processes share.
+
+    An image's place holds its pixels or the error, pickled. `given` says whether images are given with their rows.
+    """
+
+    def __init__(self, length: int, given: bool) -> None:
+        self.length, place = length, max(length, _LEAST_PLACE)
+        self.images = max(1, _PART_BYTES // place)
+        self.places = _shared((_PARTS, self.images, place), np.uint8)
+        # What images are decoded from, one after the other, where it starts and ends, and whether it is pickled.
+        self.inputs = _shared((_PARTS, _PART_BYTES if given else 1), np.uint8)
+        self.spans = _shared((_PARTS, self.images, 3), np.int64)
+        self.rows, self.ratios = (_shared((_PARTS, self.images), kind) for kind in (np.int64, np.float32))
+        # Pieces of work: a part, its first image and the one after its last.
+        self.chunks = _shared((_PARTS * -(-self.images // _CHUNK), 3), np.int64)
+        # How many chunks were offered, and how many were taken.
+        self.posted, self.taken = _shared((1,), np.int64), _shared((1,), np.int64)
+        # Images of each part that are left to do.
+        self.left = _shared((_PARTS,), np.int64)
+        fork = multiprocessing.get_context("fork")
+        self.lock, self.ready = fork.Lock(), fork.Semaphore(0)
+        self.done = [fork.Semaphore(0) for _ in range(_PARTS)]
+        self._counts = [0] * _PARTS
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for part in range(_PARTS):
+            self._free.put(part)
+
+    def post(self, rows: NDArray[np.int64], values: Sequence[Any] | None) -> int | None:
+        """Offer images to the processes, as many as a part holds, and return the part."""
+        count = min(len(rows), self.images)
+        files = [] if values is None else [_written(value) for value in values[:count]]
+        ends = np.cumsum([len(data) for data, _ in files])
+        if values is not None:
+            count = int(np.searchsorted(ends, self.inputs.shape[1], "right"))
+        if not count:
+            return None
+        part = self._free.get()
+        for i, ((data, pickled), end) in enumerate(zip(files[:count], ends.tolist(), strict=False)):
+            self.inputs[part, end - len(data) : end] = data
+            self.spans[part, i] = end - len(data), end, pickled
+        self.rows[part, :count] = rows[:count]
+        self.ratios[part, :count], self.left[part], self._counts[part] = TO_DO, count, count
+        for start in range(0, count, _CHUNK):
+            self.chunks[self.posted[0] % len(self.chunks)] = part, start, min(start + _CHUNK, count)
+            self.posted[0] += 1
+            self.ready.release()
+        return part
+
+    def wait(self, part: int, processes: list[Any]) -> bool:
+        """Wait until a part is decoded; return `False`, with all processes ended, if one was killed."""
+        while not self.done[part].acquire(timeout=1):
+            if not all(process.is_alive() for process in processes):
+                for process in processes:
+                    process.kill()
+                    process.join()
+                return False
+        return True
+
+    def take(
+        self, part: int, pixels: NDArray[np.uint8], positions: NDArray[np.int64], found: NDArray[np.float32]
+    ) -> list[tuple[int, UnreadableImageError]]:
+        """Copy what was decoded, and return the errors; the part is free then."""
+        count = self._counts[part]
+        found[:count] = self.ratios[part, :count]
+        good = np.flatnonzero(found >= 0)
+        places = self.places[part, :, : self.length]
+        if len(good) == len(pixels) and np.array_equal(positions, good):
+            np.copyto(pixels, places[:count])
+        else:
+            pixels[positions[good]] = places[good]
+        failed = np.flatnonzero(found == _UNREADABLE).tolist()
+        # What follows the pickled error does not count.
+        errors = [(i, pickle.loads(self.places[part, i].data)) for i in failed]
+        self._free.put(part)
+        return errors
+
+    def serve(self, decode: Decode, fetch: Fetch | None, parent: int) -> None:
+        """Decode chunks until the board is closed or the parent process has ended."""
+        # A parent that is killed tells nobody.
+        while os.getppid() == parent:
+            if not self.ready.acquire(timeout=1):
+                continue
+            with self.lock:
+                # Closed.
+                if self.taken[0] == self.posted[0]:
+                    return
+                part, start, end = self.chunks[self.taken[0] % len(self.chunks)].tolist()
+                self.taken[0] += 1
+            # Of what fails here, a thread meets the error again, and raises it.
+            with suppress(Exception):
+                rows = self.rows[part, start:end]
+                values = fetch(rows) if fetch else [self._value(part, i) for i in range(start, end)]
+                for i, row, value in zip(range(start, end), rows.tolist(), values, strict=True):
+                    self._put(part, i, decode(row, value))
+            with self.lock:
+                self.left[part] -= end - start
+                last = not self.left[part]
+            if last:
+                self.done[part].release()
+
+    def _value(self, part: int, i: int) -> Any:
+        start, end, pickled = self.spans[part, i].tolist()
+        data = self.inputs[part, start:end].tobytes()
+        return pickle.loads(data) if pickled else {"bytes": data, "path": None}
+
+    def _put(self, part: int, i: int, image: DecodedImage | UnreadableImageError) -> None:
+        place = self.places[part, i]
+        if isinstance(image, UnreadableImageError):
+            error = np.frombuffer(pickle.dumps(image), np.uint8)
+            place[: len(error)], self.ratios[part, i] = error, _UNREADABLE
+        else:
+            place[: self.length], self.ratios[part, i] = image.pixels, image.ratio
+
+    def close(self, count: int) -> None:
+        """Let so many processes end after what was offered."""
+        for _ in range(count):
+            self.ready.release()
+
+
+def _shared(shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
+    """Allocate zeros that forked processes share."""
+    length = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, length), dtype).reshape(shape)
+
+
+def _written(value: Any) -> tuple[NDArray[np.uint8], bool]:
+    """Give what a process reads an image from, and whether it is pickled."""
+    data = value.get("bytes") if isinstance(value, dict) else None
+    return np.frombuffer(pickle.dumps(value) if data is None else data, np.uint8), data is None
+
+
+def work(board: Board, decode: Decode, fetch: Fetch | None, parent: int) -> None:
+    """Decode what a board offers, in a process that was forked to."""
+    gc.freeze()
+    gc.enable()
+    # The main process handles Ctrl-C and ends this one. A forked process has none of torch's threads.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    board.serve(decode, fetch, parent)
