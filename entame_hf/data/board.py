@@ -83,7 +83,7 @@ class Board:
 
     def wait(self, part: int, processes: list[Any]) -> bool:
         """Wait until a part is decoded; return `False`, with all processes ended, if one was killed."""
-        while not self.done[part].acquire(timeout=1):
+        while not self.done[part].acquire(timeout=0.2):
             if not all(process.is_alive() for process in processes):
                 for process in processes:
                     process.kill()

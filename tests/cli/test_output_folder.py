@@ -55,6 +55,7 @@ def test_a_copied_run_is_resumed_where_its_own_file_lies(
     assert yaml.safe_load(file.read_text())["num_train_epochs"] == 3
 
 
+@pytest.mark.runs
 def test_a_moved_run_is_not_started_in_its_old_place(tmp_path, photos, timm_folder):  # noqa: F811
     finetune.main(arguments(timm_folder, photos, tmp_path / "old", max_steps=1))
     shutil.move(tmp_path / "old", tmp_path / "new")
