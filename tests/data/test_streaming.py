@@ -23,7 +23,7 @@ from entame_hf.data import (
     set_image_size,
 )
 from entame_hf.data.batches import batch_loader
-from entame_hf.data.stream_rows import StreamRows
+from entame_hf.data.stream_rows import StreamRows, _Slots
 from entame_hf.errors import InputError
 
 PREPARATION = Preparation(set_image_size(ViTImageProcessor(), 32), exact=False)
@@ -206,8 +206,13 @@ def test_processes_change_no_batch():
         assert torch.equal(one["labels"], other["labels"])
 
 
-@pytest.mark.parametrize("count", [200, 0])
-def test_a_process_gives_the_rows_as_they_are(count, tmp_path):
+@pytest.mark.parametrize(("count", "room"), [(200, 2**23), (200, 9000), (0, 2**23)])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_process_gives_the_rows_as_they_are(count, room, keeps, tmp_path, monkeypatch):
+    # All files fit in the memory that is shared, or some.
+    monkeypatch.setattr("entame_hf.data.stream_rows._SLOT_BYTES", room)
+    monkeypatch.setattr("entame_hf.data.stream_rows._SLOTS", 2)
+    monkeypatch.setattr("entame_hf.data.stream_rows._ROWS", 7)
     odd = [{"bytes": b"", "path": "empty.jpg"}, None, {"bytes": None, "path": str(tmp_path / "on_disk.jpg")}]
     table = rows(count).cast_column("image", ImageFeature(decode=False)).remove_columns("other")
     listed = [*table, *({"image": image, "label": 1} for image in odd if count)]
@@ -219,9 +224,24 @@ def test_a_process_gives_the_rows_as_they_are(count, tmp_path):
         file = image and image["bytes"] is not None and bytes(image["bytes"])
         return row | {"image": image and image | {"bytes": file}}
 
-    given = [*map(plain, StreamRows(data))]
+    # Those that are kept leave no free memory for later ones.
+    given = [*map(plain, [*StreamRows(data)] if keeps else StreamRows(data))]
     assert given == [*map(plain, data)]
     assert len(given) == (203 if count else 0)
+
+
+def test_shared_memory_is_free_once_nobody_refers_to_it(monkeypatch):
+    monkeypatch.setattr("entame_hf.data.stream_rows._SLOTS", 1)
+    slots = _Slots()
+    sent = slots.write([b"ab", b"c"])
+    assert sent == 0
+    shown = slots.read(sent)
+    part = shown[1:]
+    del shown
+    assert slots.write([b"x"]) == b"x"
+    assert bytes(part) == b"bc"
+    del part
+    assert slots.write([b"x"]) == 0
 
 
 class Lost(Exception):

@@ -137,3 +137,24 @@ def test_deepspeed_trains_in_the_precision_of_its_configuration(tmp_path, monkey
     assert result.returncode == 0, result.stderr[-3000:]
     log = torch.load(tmp_path / "rank0.pt", weights_only=False)["log"]
     assert next(entry["loss"] for entry in log if "loss" in entry) == pytest.approx(math.log(10), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_trains_from_the_head_that_one_process_fits(tmp_path, monkeypatch, stage):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    options = {"max_steps": 3, "logging_steps": 1, "optim": "adamw_torch", "entame_method": "informed"}
+    logs = {}
+    for how in (f"zero{stage}", "cpu"):
+        folder = tmp_path / how
+        folder.mkdir()
+        processes = ["--num_processes", "1"]
+        result = launch_by(how, *processes, str(WORKER.with_name("train.py")), str(folder), json.dumps(options))
+        assert result.returncode == 0, result.stderr[-3000:]
+        log = torch.load(folder / "rank0.pt", weights_only=False)["log"]
+        logs[how] = [entry[key] for entry in log for key in ("probe_accuracy", "loss") if key in entry]
+    found, expected = logs.values()
+    assert len(found) == len(expected) == 4
+    # DeepSpeed's configuration trains in bfloat16.
+    assert found == pytest.approx(expected, rel=2e-2)
