@@ -236,7 +236,7 @@ def test_shared_memory_is_free_once_nobody_refers_to_it(monkeypatch):
     sent = slots.write([b"ab", b"c"])
     assert sent == 0
     shown = slots.read(sent)
-    part = shown[1:]
+    part = shown[1:3]
     del shown
     assert slots.write([b"x"]) == b"x"
     assert bytes(part) == b"bc"
