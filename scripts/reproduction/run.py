@@ -25,7 +25,7 @@ import transformers
 from torch import nn
 from transformers import BaseImageProcessor, EvalPrediction, PrinterCallback, TimmWrapperImageProcessor, set_seed
 
-from entame_hf import InputError, find_heads
+from entame_hf import InputError, NonFiniteError, find_heads
 from entame_hf.data import ClassificationDataset, build_datasets, split_dataset
 from entame_hf.metrics import predicted_classes
 from entame_hf.trainer import ENERGY_PREFIX, EarlyEvaluation
@@ -150,11 +150,19 @@ def run_experiment(experiment: Experiment) -> Row:
         source=(settings["model_source"], images),
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    log = trainer.state.log_history
-    evaluations = sorted({entry["step"]: entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry}.items())
+    guessed: float | None = None
+    try:
+        trainer.train()
+    # A run without a row would spare its method the failure.
+    except NonFiniteError:
+        guessed = 1 / train.pipeline.num_classes
+    log, last = trainer.state.log_history, trainer.state.max_steps
+    found = {entry["step"]: entry["eval_accuracy"] for entry in log if "eval_accuracy" in entry}
+    if guessed is not None:
+        found = dict.fromkeys((*range(1, 1 + min(EARLY_STEPS, last)), last), guessed) | found
+    evaluations = sorted(found.items())
     sets = _corrupted(*images) if args.corruptions else []
-    damaged = [(kind, trainer.evaluate(rows)["eval_accuracy"]) for kind, rows in sets]
+    damaged = [(kind, guessed or trainer.evaluate(rows)["eval_accuracy"]) for kind, rows in sets]
     return {
         **vars(experiment),
         "classes": train.pipeline.num_classes,

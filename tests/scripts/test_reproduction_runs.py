@@ -72,6 +72,17 @@ def test_row_is_complete_and_reproducible(experiment):
     assert {len(values) for name, values in row.items() if name.startswith("energy_")} == {10}
 
 
+def test_a_run_that_diverges_counts_as_guessing(experiment):
+    found = experiment("base")
+    settings = {**found.settings, "learning_rate": 1e38, "corruptions": True}
+    row = run_experiment(replace(found, settings=settings))
+    # What was measured before stays.
+    assert row["eval_step"] == list(range(1, 11))
+    assert row["eval_accuracy"][-5:] == [0.1] * 5
+    assert set(row["corruption_accuracy"]) == {0.1}
+    json.dumps(row, allow_nan=False)
+
+
 def test_zero_head_has_maximum_entropy(experiment):
     row = run_experiment(experiment("zero head"))
     assert row["energy_entropy"][0] == pytest.approx(math.log(10), rel=1e-3)
