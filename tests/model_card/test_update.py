@@ -57,7 +57,8 @@ def test_updating_twice_equals_updating_once(data, text, new):
 
 
 @settings(deadline=None, max_examples=50)
-@given(words, words, words, st.sampled_from(["\n", "\r\n"]))
+# A "\r" before a line's end would be a part of it.
+@given(*[words.filter(lambda text: "\r" not in text)] * 3, st.sampled_from(["\n", "\r\n"]))
 def test_words_around_the_generated_part_stay(before, after, new, line_break):
     first = card().replace("\n", line_break)
     edited = first.replace(BEGIN, before + BEGIN).replace(END, END + after)
