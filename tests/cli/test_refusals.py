@@ -203,6 +203,7 @@ def test_an_adapted_model_is_refused_before_the_old_run_is_touched(finished, tmp
     assert contents(finished) == before
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("error", [RuntimeError, InputError, KeyboardInterrupt])
 @pytest.mark.parametrize("is_new", [True, False], ids=["new folder", "overwrite"])
 def test_a_first_step_that_fails_leaves_every_file_as_it_was(
