@@ -160,6 +160,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, code):
     assert contents(tmp_path) == {"a.json": b"old"}
 
 
+@pytest.mark.runs
 def test_a_full_disk_at_the_end_is_one_line(tmp_path, photos, timm_folder, monkeypatch):  # noqa: F811
     written = Path.write_text
 

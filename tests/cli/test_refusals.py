@@ -119,6 +119,7 @@ def test_numbers_outside_of_their_domain_are_refused_and_no_folder_appears(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "changes",
     [
@@ -134,6 +135,7 @@ def test_what_is_refused_in_a_new_folder_leaves_no_folder(tmp_path, photos, timm
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("left", [None, "", '{"pid": 1, "host": "gone"}'], ids=["none", "empty", "of a dead run"])
 def test_what_is_refused_leaves_the_lock_file_as_it_was(finished, tmp_path, photos, timm_folder, left):
     out = shutil.copytree(finished, tmp_path / "out")

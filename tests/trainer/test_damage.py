@@ -82,6 +82,7 @@ def half(owner, name, place):
     return lambda monkeypatch: monkeypatch.setattr(owner, name, write)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "fail",
     [

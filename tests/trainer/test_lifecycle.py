@@ -104,6 +104,7 @@ def test_an_odd_list_of_files_is_named(tmp_path, run, listed):
 # ---- Rotation ----
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("hours", [-2, 2, 0])
 def test_checkpoints_are_rotated_by_step_under_any_clock(tmp_path, hours):
     past = time.time() - 3600 * hours

@@ -65,6 +65,7 @@ def finish(done):
     done.create_model_card()
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("where", ["arguments", "environment"])
 def test_a_token_is_on_disk_at_no_moment_of_a_run(tmp_path, monkeypatch, where):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))

@@ -52,6 +52,7 @@ def test_after_an_evaluation(tmp_path, tiny_vit):
     torch.testing.assert_close(weights(again.model), weights(expected.model), rtol=0, atol=0)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_a_head_that_has_learned_is_not_wiped_and_resumes(tmp_path, tiny_vit, error):
     class Failing(TrainerCallback):
