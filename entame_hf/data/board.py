@@ -60,12 +60,12 @@ class Board:
         for part in range(_PARTS):
             self._free.put(part)
 
-    def post(self, rows: NDArray[np.int64], values: Sequence[Any] | None) -> int | None:
+    def post(self, rows: NDArray[np.int64], values: Sequence[Any]) -> int | None:
         """Offer images to the processes, as many as a part holds, and return the part."""
         count = min(len(rows), self.images)
-        files = [] if values is None else [_written(value) for value in values[:count]]
+        files = [_written(value) for value in values[:count]]
         ends = np.cumsum([len(data) for data, _ in files])
-        if values is not None:
+        if files:
             count = int(np.searchsorted(ends, self.inputs.shape[1], "right"))
         if not count:
             return None
@@ -84,7 +84,8 @@ class Board:
     def wait(self, part: int, processes: list[Any]) -> bool:
         """Wait until a part is decoded; return `False`, with all processes ended, if one was killed."""
         while not self.done[part].acquire(timeout=0.2):
-            if not all(process.is_alive() for process in processes):
+            # Those that a closed board let go have exit code 0.
+            if any(process.exitcode for process in processes):
                 for process in processes:
                     process.kill()
                     process.join()

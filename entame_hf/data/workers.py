@@ -106,7 +106,7 @@ class Workers:
         ratios: NDArray[np.float32],
         positions: NDArray[np.int64],
         rows: NDArray[np.int64],
-        values: Sequence[Any] | None = None,
+        values: Sequence[Any] = (),
     ) -> Callable[[], list[tuple[int, UnreadableImageError]]]:
         """Start to decode images to their positions in a batch of pixels and ratios.
 
@@ -116,40 +116,28 @@ class Workers:
         board, processes, found = self._board, self.processes, np.full(len(rows), TO_DO, np.float32)
         part = None if board is None else board.post(rows, values)
 
+        def decode(i: int, image: Any) -> tuple[int, UnreadableImageError] | None:
+            decoded = self.decode(int(rows[i]), image)
+            if isinstance(decoded, UnreadableImageError):
+                return i, decoded
+            pixels[positions[i]], found[i] = decoded.pixels, decoded.ratio
+            return None
+
         def finish() -> list[tuple[int, UnreadableImageError]]:
-            errors: list[tuple[int, UnreadableImageError]] = []
+            errors: list[tuple[int, UnreadableImageError] | None] = []
             if board is not None and part is not None:
                 if not board.wait(part, processes) and self._board is board:
                     logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
                     self._board, self.processes = None, []
                 errors += board.take(part, pixels, positions, found)
             left = np.flatnonzero(found == TO_DO)
-            errors += self._decode_in_threads(left, pixels, positions, rows, values, found) if len(left) else []
+            if len(left):
+                images = self.fetch(rows[left]) if self.fetch else [values[i] for i in left.tolist()]
+                errors += in_threads(lambda each: decode(*each), [*zip(left.tolist(), images, strict=True)])
             ratios[positions] = np.maximum(found, 0)
-            return errors
+            return [error for error in errors if error]
 
         return finish
-
-    def _decode_in_threads(
-        self,
-        left: NDArray[np.int64],
-        pixels: NDArray[np.uint8],
-        positions: NDArray[np.int64],
-        rows: NDArray[np.int64],
-        values: Sequence[Any] | None,
-        found: NDArray[np.float32],
-    ) -> list[tuple[int, UnreadableImageError]]:
-        images = [values[i] for i in left] if values is not None else self.fetch(rows[left]) if self.fetch else []
-
-        def decode(n: int) -> tuple[int, UnreadableImageError] | None:
-            i = int(left[n])
-            image = self.decode(int(rows[i]), images[n])
-            if isinstance(image, UnreadableImageError):
-                return i, image
-            pixels[positions[i]], found[i] = image.pixels, image.ratio
-            return None
-
-        return [error for error in in_threads(decode, range(len(left))) if error]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"decode": self.decode, "length": self.length, "fetch": self.fetch}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,21 @@ def test_many_batches_are_offered_before_the_first_is_taken():
     workers.stop()
     assert last() == []
     assert (batches[0][0] == 7).all()
+
+
+def test_those_at_work_when_workers_stop_are_left_to_end():
+    def slow(row, value):
+        time.sleep(0.5)
+        return fill(2 * row, os.getpid() == parent)
+
+    parent = os.getpid()
+    workers = Workers(slow, 3)
+    workers.start(2)
+    pixels, ratios = np.full((1, 3), 9, np.uint8), np.zeros(1, np.float32)
+    wait = workers.start_decoding(pixels, ratios, np.arange(1), np.arange(1), [0])
+    workers.stop()
+    assert wait() == []
+    assert (pixels == 0).all()
 
 
 def test_a_worker_that_is_killed_at_work_costs_no_image(caplog):
