@@ -12,7 +12,7 @@ from typing import Any
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import SchedulerType
 
-from ..data import cores
+from ..data import default_workers
 from ..errors import InputError, unknown_value
 from ..training_args import BOUNDS, EntameTrainingArguments, check_numbers, option
 
@@ -113,7 +113,8 @@ class RunArguments(EntameTrainingArguments):
     seed: int = option(42, "Random seed of head, order and augmentation.")
     use_cpu: bool = option(False, "Train on the CPU where there is a GPU.")
     dataloader_num_workers: int = field(
-        default_factory=cores, metadata={"help": "Processes that decode images; default: one per core."}
+        default_factory=default_workers,
+        metadata={"help": "Processes that decode images; default: three for four cores."},
     )
     push_to_hub: bool = option(False, "Push model and card to the Hub.")
     hub_model_id: str | None = option(None, "Repository to push to; default: the folder's name.")

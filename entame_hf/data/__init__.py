@@ -24,7 +24,7 @@ from .transforms import (
     set_normalization,
     update_pretrained_cfg,
 )
-from .workers import cores, threads
+from .workers import cores, default_workers, threads
 
 __all__ = [
     "AUGMENTATIONS",
@@ -48,6 +48,7 @@ __all__ = [
     "cores",
     "decode_image",
     "decode_pixels",
+    "default_workers",
     "evaluation_transform",
     "find_duplicates",
     "fingerprint",

@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,6 +27,10 @@ _CHUNK = 8
 _LEAST_PLACE = 4096
 # Shared memory for batches that are decoded at the same time, and what each of them may use.
 _PARTS, _PART_BYTES = 3, 2**28
+# Shared memory for the files of a stream: slots, how many one pass over it takes, and the bytes of a slot.
+_SLOTS, _SLOTS_OF_A_PASS, _SLOT_BYTES = 64, 32, 2**23
+# Where a process finds what it decodes: among the inputs, there pickled, or in the files of a stream.
+_INPUTS, _PICKLED, _FILES = range(3)
 # Ratios of images that are not decoded yet, and of those that cannot be.
 TO_DO, _UNREADABLE = -1.0, -2.0
 
@@ -32,18 +38,87 @@ Decode = Callable[[int, Any], DecodedImage | UnreadableImageError]
 Fetch = Callable[[NDArray[np.int64]], Sequence[Any]]
 
 
+class Files:
+    """Hold the files of a stream in slots of memory that forked processes share."""
+
+    def __init__(self) -> None:
+        self.memory = _shared((_SLOTS, _SLOT_BYTES), np.uint8)
+        self._free = [*range(_SLOTS)]
+
+    @contextmanager
+    def lend(self) -> Iterator[Slots]:
+        """Lend slots to one pass. Those that are still shown when it ends are free once nobody refers to them."""
+        lent = self._free[:_SLOTS_OF_A_PASS]
+        del self._free[:_SLOTS_OF_A_PASS]
+        slots = Slots(self.memory, lent)
+        try:
+            yield slots
+        finally:
+            slots.give_back(self._free)
+
+
+class Slots:
+    """Hand files from the process that reads a stream to this one, in slots of shared memory.
+
+    torch's own needs /dev/shm, which containers keep small.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], numbers: Sequence[int]) -> None:
+        self._memory, self._hidden = memory, set(numbers)
+        self._free: Any = multiprocessing.get_context("fork").SimpleQueue()
+        for number in numbers:
+            self._free.put(number)
+        self._owner: list[int] | None = None
+        # Any thread may be the last one that refers to a slot, also while it holds the lock.
+        self._lock = threading.RLock()
+
+    def write(self, files: list[bytes]) -> int | bytes:
+        """Put files into a free slot and return its number; if there is none, or they are too large, themselves."""
+        length = sum(map(len, files))
+        if not 0 < length <= self._memory.shape[1] or self._free.empty():
+            return b"".join(files)
+        slot: int = self._free.get()
+        np.concatenate([np.frombuffer(file, np.uint8) for file in files], out=self._memory[slot, :length])
+        return slot
+
+    def read(self, sent: int | bytes) -> memoryview:
+        """Show what was written. A slot is free again once nobody refers to any part of it."""
+        if isinstance(sent, bytes):
+            return memoryview(sent)
+        shown = self._memory[sent]
+        self._hidden.remove(sent)
+        weakref.finalize(shown, self._put_back, sent).atexit = False
+        return memoryview(shown)
+
+    def give_back(self, owner: list[int]) -> None:
+        """Give the slots to a list of free ones; those that are shown follow."""
+        with self._lock:
+            self._owner = owner
+            owner.extend(self._hidden)
+
+    def _put_back(self, slot: int) -> None:
+        with self._lock:
+            if self._owner is None:
+                self._hidden.add(slot)
+                self._free.put(slot)
+            else:
+                self._owner.append(slot)
+
+
 class Board:
     """Hold what processes are to decode, and what they decoded, in memory that forked processes share.
 
-    An image's place holds its pixels or the error, pickled. `given` says whether images are given with their rows.
+    An image's place holds its pixels or the error, pickled. `files` are where a stream's are; without them, no images
+    are given with their rows.
     """
 
-    def __init__(self, length: int, given: bool) -> None:
+    def __init__(self, length: int, files: Files | None = None) -> None:
         self.length, place = length, max(length, _LEAST_PLACE)
         self.images = max(1, _PART_BYTES // place)
         self.places = _shared((_PARTS, self.images, place), np.uint8)
-        # What images are decoded from, one after the other, where it starts and ends, and whether it is pickled.
-        self.inputs = _shared((_PARTS, _PART_BYTES if given else 1), np.uint8)
+        self.files = np.empty(0, np.uint8) if files is None else files.memory.reshape(-1)
+        # What else images are decoded from, one after the other; of each, where it starts and ends, and what it is.
+        self.inputs = _shared((_PARTS, 1 if files is None else _PART_BYTES), np.uint8)
         self.spans = _shared((_PARTS, self.images, 3), np.int64)
         self.rows, self.ratios = (_shared((_PARTS, self.images), kind) for kind in (np.int64, np.float32))
         # Pieces of work: a part, its first image and the one after its last.
@@ -63,16 +138,14 @@ class Board:
     def post(self, rows: NDArray[np.int64], values: Sequence[Any]) -> int | None:
         """Offer images to the processes, as many as a part holds, and return the part."""
         count = min(len(rows), self.images)
-        files = [_written(value) for value in values[:count]]
-        ends = np.cumsum([len(data) for data, _ in files])
-        if files:
-            count = int(np.searchsorted(ends, self.inputs.shape[1], "right"))
         if not count:
             return None
         part = self._free.get()
-        for i, ((data, pickled), end) in enumerate(zip(files[:count], ends.tolist(), strict=False)):
-            self.inputs[part, end - len(data) : end] = data
-            self.spans[part, i] = end - len(data), end, pickled
+        if values:
+            count = self._give(part, values[:count])
+        if not count:
+            self._free.put(part)
+            return None
         self.rows[part, :count] = rows[:count]
         self.ratios[part, :count], self.left[part], self._counts[part] = TO_DO, count, count
         for start in range(0, count, _CHUNK):
@@ -80,6 +153,24 @@ class Board:
             self.posted[0] += 1
             self.ready.release()
         return part
+
+    def _give(self, part: int, values: Sequence[Any]) -> int:
+        """Give images to the processes, and return how many there was room for."""
+        first, end = self.files.__array_interface__["data"][0], 0
+        for i, value in enumerate(values):
+            data = value.get("bytes") if isinstance(value, dict) else None
+            kind = _PICKLED if data is None else _INPUTS
+            file = np.frombuffer(pickle.dumps(value) if data is None else data, np.uint8)
+            start = file.__array_interface__["data"][0] - first
+            if 0 <= start < self.files.size:
+                self.spans[part, i] = start, start + len(file), _FILES
+                continue
+            start, end = end, end + len(file)
+            if end > self.inputs.shape[1]:
+                return i
+            self.inputs[part, start:end] = file
+            self.spans[part, i] = start, end, kind
+        return len(values)
 
     def wait(self, part: int, processes: list[Any]) -> bool:
         """Wait until a part is decoded; return `False`, with all processes ended, if one was killed."""
@@ -135,9 +226,9 @@ class Board:
                 self.done[part].release()
 
     def _value(self, part: int, i: int) -> Any:
-        start, end, pickled = self.spans[part, i].tolist()
-        data = self.inputs[part, start:end].tobytes()
-        return pickle.loads(data) if pickled else {"bytes": data, "path": None}
+        start, end, kind = self.spans[part, i].tolist()
+        data = (self.files if kind == _FILES else self.inputs[part])[start:end].tobytes()
+        return pickle.loads(data) if kind == _PICKLED else {"bytes": data, "path": None}
 
     def _put(self, part: int, i: int, image: DecodedImage | UnreadableImageError) -> None:
         place = self.places[part, i]
@@ -157,12 +248,6 @@ def _shared(shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
     """Allocate zeros that forked processes share."""
     length = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, length), dtype).reshape(shape)
-
-
-def _written(value: Any) -> tuple[NDArray[np.uint8], bool]:
-    """Give what a process reads an image from, and whether it is pickled."""
-    data = value.get("bytes") if isinstance(value, dict) else None
-    return np.frombuffer(pickle.dumps(value) if data is None else data, np.uint8), data is None
 
 
 def work(board: Board, decode: Decode, fetch: Fetch | None, parent: int) -> None:

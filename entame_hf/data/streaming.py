@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
+from .board import Files
 from .columns import check_labels, count_classes
 from .images import DecodedImage, UnreadableImageError
 from .pipeline import HostBatch, ImagePipeline, PipelineDataset
@@ -132,6 +133,11 @@ class StreamingDataset(PipelineDataset, IterableDataset):
     def start_workers(self, count: int) -> None:
         """Start so many processes that decode."""
         self._workers.start(count)
+
+    @property
+    def files(self) -> Files:
+        """Memory through which a process that reads rows hands over their files."""
+        return self._workers.files
 
     def _decode(self, row: int, value: Any) -> DecodedImage | UnreadableImageError:
         return self.pipeline.decode(value)

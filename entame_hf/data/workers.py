@@ -8,14 +8,14 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .batches import CAN_FORK, thread_pool
-from .board import TO_DO, Board, Decode, Fetch, work
+from .board import TO_DO, Board, Decode, Fetch, Files, work
 from .images import UnreadableImageError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,11 @@ def cores() -> int:
     """Count the cores that this process may use: its fraction of them if several ranks share the machine."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def default_workers() -> int:
+    """Count the processes that decode by default: a quarter of the cores is left to the training."""
+    return cores() - cores() // 4
 
 
 def threads() -> ThreadPoolExecutor:
@@ -68,11 +73,16 @@ class Workers:
         self._board: Board | None = None
         self.processes: list[Any] = []
 
+    @cached_property
+    def files(self) -> Files:
+        """Memory through which a process that reads a stream hands over its files."""
+        return Files()
+
     def start(self, count: int) -> None:
         """Start processes, if none run and the system can fork."""
         if not count or self._board is not None or not CAN_FORK:
             return
-        self._board = Board(self.length, given=self.fetch is None)
+        self._board = Board(self.length, None if self.fetch else self.files)
         collects = gc.isenabled()
         # A collection in a fork, before it begins, would end what the parent no longer uses: process groups, streams.
         gc.disable()

@@ -26,7 +26,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.data import Augmentation, ClassificationDataset, Preparation, load_splits, set_image_size
-from entame_hf.data.workers import cores
+from entame_hf.data.workers import default_workers
 from entame_hf.patch import normalised_heads, timm_processor
 
 from .sample_images import draw_images
@@ -142,7 +142,9 @@ def worker(options: argparse.Namespace) -> None:
     )
     data = ClassificationDataset(rows, "image", "label", preparation, Augmentation("flip"))
     on_cpu = not torch.cuda.is_available()
-    args = training_arguments(options, 1, EntameTrainingArguments, dataloader_num_workers=cores(), use_cpu=on_cpu)
+    args = training_arguments(
+        options, 1, EntameTrainingArguments, dataloader_num_workers=default_workers(), use_cpu=on_cpu
+    )
     epoch = len(data) // (options.batch * args.world_size)
     args.max_steps = epoch * (WARM_UP_EPOCHS + options.repeats)
     turns = EpochTurns(options.folder / "turn", options.place, 2, WARM_UP_EPOCHS)

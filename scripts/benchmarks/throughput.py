@@ -31,7 +31,7 @@ from entame_hf.data import (
     set_image_size,
 )
 from entame_hf.data.batches import to_device
-from entame_hf.data.workers import cores
+from entame_hf.data.workers import cores, default_workers
 from entame_hf.patch import as_transformers, timm_processor
 
 from .memory import MemoryGauge
@@ -247,7 +247,7 @@ def train(
 ) -> None:
     """Train a new model on inputs that take turns."""
     torch.manual_seed(0)
-    args = training_arguments(options, steps, dataloader_num_workers=cores(), dataloader_pin_memory=False)
+    args = training_arguments(options, steps, dataloader_num_workers=default_workers(), dataloader_pin_memory=False)
     first = next(iter(inputs.values()))
     trainer = TurnsTrainer(model_of(name, options.size), args, train_dataset=first, callbacks=[*callbacks])
     trainer.inputs = inputs
@@ -275,7 +275,7 @@ def first_batch(options: argparse.Namespace) -> dict[str, Any]:
         data = build_datasets(splits, processor, seed=0).train
         built = time.perf_counter()
         clock = FirstStep()
-        args = training_arguments(options, 1, dataloader_num_workers=cores())
+        args = training_arguments(options, 1, dataloader_num_workers=default_workers())
         trainer = EntameTrainer(model, args, train_dataset=data, callbacks=[clock])
         called = time.perf_counter()
         trainer.train()

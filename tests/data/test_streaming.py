@@ -23,7 +23,8 @@ from entame_hf.data import (
     set_image_size,
 )
 from entame_hf.data.batches import batch_loader
-from entame_hf.data.stream_rows import StreamRows, _Slots
+from entame_hf.data.board import Files
+from entame_hf.data.stream_rows import StreamRows
 from entame_hf.errors import InputError
 
 PREPARATION = Preparation(set_image_size(ViTImageProcessor(), 32), exact=False)
@@ -210,8 +211,8 @@ def test_processes_change_no_batch():
 @pytest.mark.parametrize("keeps", [True, False])
 def test_a_process_gives_the_rows_as_they_are(count, room, keeps, tmp_path, monkeypatch):
     # All files fit in the memory that is shared, or some.
-    monkeypatch.setattr("entame_hf.data.stream_rows._SLOT_BYTES", room)
-    monkeypatch.setattr("entame_hf.data.stream_rows._SLOTS", 2)
+    monkeypatch.setattr("entame_hf.data.board._SLOT_BYTES", room)
+    monkeypatch.setattr("entame_hf.data.board._SLOTS", 2)
     monkeypatch.setattr("entame_hf.data.stream_rows._ROWS", 7)
     odd = [{"bytes": b"", "path": "empty.jpg"}, None, {"bytes": None, "path": str(tmp_path / "on_disk.jpg")}]
     table = rows(count).cast_column("image", ImageFeature(decode=False)).remove_columns("other")
@@ -231,17 +232,52 @@ def test_a_process_gives_the_rows_as_they_are(count, room, keeps, tmp_path, monk
 
 
 def test_shared_memory_is_free_once_nobody_refers_to_it(monkeypatch):
-    monkeypatch.setattr("entame_hf.data.stream_rows._SLOTS", 1)
-    slots = _Slots()
-    sent = slots.write([b"ab", b"c"])
-    assert sent == 0
-    shown = slots.read(sent)
-    part = shown[1:3]
-    del shown
-    assert slots.write([b"x"]) == b"x"
-    assert bytes(part) == b"bc"
+    monkeypatch.setattr("entame_hf.data.board._SLOTS", 1)
+    files = Files()
+    with files.lend() as slots:
+        sent = slots.write([b"ab", b"c"])
+        assert sent == 0
+        shown = slots.read(sent)
+        part = shown[1:3]
+        del shown
+        assert slots.write([b"x"]) == b"x"
+        assert bytes(part) == b"bc"
+        del part
+        assert slots.write([b"x"]) == 0
+        # What the other process has written and this one has not read yet is lost at the end of a pass.
+    with files.lend() as slots:
+        part = slots.read(slots.write([b"abc"]))[:3]
+    with files.lend() as slots:
+        assert slots.write([b"x"]) == b"x"
+        assert bytes(part) == b"abc"
     del part
-    assert slots.write([b"x"]) == 0
+    with files.lend() as slots:
+        assert slots.write([b"x"]) == 0
+
+
+def test_passes_over_a_stream_share_its_memory_and_give_it_back():
+    data = stream(rows(64))
+    passes = [iter(StreamRows(data)) for _ in range(3)]
+    # The third finds no slot.
+    read = [[next(one) for one in passes] for _ in range(20)]
+    for several in read:
+        files = [bytes(row["image"]["bytes"]) for row in several]
+        assert files[0] == files[1] == files[2]
+    passes[1].close()
+    assert len([*passes[0]]) == len([*passes[2]]) == 44
+    del read, several, passes
+    assert sorted(data.files._free) == [*range(64)]
+
+
+@pytest.mark.parametrize("lent", [32, 0])
+def test_files_in_shared_memory_are_not_copied_to_the_processes(lent, monkeypatch):
+    monkeypatch.setattr("entame_hf.data.board._SLOTS_OF_A_PASS", lent)
+    data = stream(rows(64), evaluation=True)
+    expected = torch.cat([batch.to(CPU)["pixel_values"] for batch in batch_loader(data, 16, CPU)])
+    loader = batch_loader(data, 16, CPU, num_workers=2)
+    assert torch.equal(torch.cat([batch.to(CPU)["pixel_values"] for batch in loader]), expected)
+    assert bool(data._workers._board.inputs.any()) == (not lent)
+    data._workers.stop()
 
 
 class Lost(Exception):
