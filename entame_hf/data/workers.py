@@ -6,6 +6,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
@@ -54,6 +55,12 @@ def _threads(process: int) -> ThreadPoolExecutor:
     return thread_pool(cores(), "decode")
 
 
+def _close(board: Board, count: int, process: int) -> None:
+    # A copy in a forked process is not the one that they work for.
+    if os.getpid() == process:
+        board.close(count)
+
+
 class Workers:
     """Decode images in forked processes once they are started, else in threads.
 
@@ -91,6 +98,9 @@ class Workers:
         finally:
             if collects:
                 gc.enable()
+        # They end with the last reference to this object.
+        self._close = weakref.finalize(self, _close, self._board, count, os.getpid())
+        self._close.atexit = False
 
     def _fork(self, board: Board) -> Any:
         process = multiprocessing.get_context("fork").Process(
@@ -107,7 +117,7 @@ class Workers:
     def stop(self) -> None:
         """Stop the processes: the training process is slower beside processes that were forked from it."""
         if self._board is not None:
-            self._board.close(len(self.processes))
+            self._close()
             self._board, self.processes = None, []
 
     def start_decoding(

@@ -13,7 +13,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
-from entame_hf.data import build_datasets, load_splits, set_image_size
+from entame_hf.data import build_datasets, default_workers, load_splits, set_image_size
 from entame_hf.patch import timm_processor
 
 from .sample_images import draw_images
@@ -72,9 +72,9 @@ def _round(options: argparse.Namespace, name: str, splits: Any) -> tuple[float, 
     data = build_datasets(splits, set_image_size(timm_processor(model), options.size)).train
     steps = EPOCHS * (len(data) // options.batch)
     passes, spans = [], Spans()
-    args = training_arguments(
-        options, steps, EntameTrainingArguments, recipe="recommended", entame_method="informed", energy_logging_steps=0
-    )
+    settings: dict[str, Any] = {"recipe": "recommended", "entame_method": "informed", "energy_logging_steps": 0}
+    workers = default_workers()
+    args = training_arguments(options, steps, EntameTrainingArguments, dataloader_num_workers=workers, **settings)
     trainer = EntameTrainer(model, args, train_dataset=data, callbacks=[spans])
     trainer.remove_callback(PrinterCallback)
     fit = trainer.head_fitter.fit

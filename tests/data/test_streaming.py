@@ -3,6 +3,7 @@
 import copy
 import tarfile
 from io import BytesIO
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -264,9 +265,41 @@ def test_passes_over_a_stream_share_its_memory_and_give_it_back():
         files = [bytes(row["image"]["bytes"]) for row in several]
         assert files[0] == files[1] == files[2]
     passes[1].close()
-    assert len([*passes[0]]) == len([*passes[2]]) == 44
+    left = [sum(1 for _ in passes[n]) for n in (0, 2)]
+    assert left == [44, 44]
     del read, several, passes
     assert sorted(data.files._free) == [*range(64)]
+
+
+@pytest.mark.parametrize("count", [50, 2])
+def test_the_next_pass_is_read_while_this_one_is_used(count):
+    data, expected = stream(rows(count)), []
+    for epoch in (0, 1, 2, 2, 5):
+        data.set_epoch(epoch)
+        expected.append([(row["label"], row["row"], row["epoch"]) for row in data])
+    others = {process.pid for process in active_children()}
+    read, processes, given = StreamRows(data), set(), []
+    for epoch in (0, 1, 2, 2, 5):
+        read.set_epoch(epoch)
+        given.append([(row["label"], row["row"], row["epoch"]) for row in read])
+        processes |= {process.pid for process in active_children()} - others
+    assert given == expected
+    # One for the first three passes, one for the repeated pass and one for the last.
+    assert len(processes) == 3
+    # A pass that was left begins anew.
+    read.set_epoch(6)
+    rest = iter(read)
+    assert [next(rest)["row"] for _ in range(min(count, 3))] == [*range(min(count, 3))]
+    rest.close()
+    assert [row["row"] for row in read] == [*range(count)]
+
+
+def test_evaluation_reads_one_pass_and_frees_its_memory():
+    data = stream(rows(50), evaluation=True)
+    read = StreamRows(data)
+    for _ in range(2):
+        assert [row["row"] for row in read] == [*range(50)]
+        assert len(data.files._free) == 64
 
 
 @pytest.mark.parametrize("lent", [32, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import time
@@ -100,6 +101,21 @@ def test_files_larger_than_their_pixels_reach_the_processes(room, monkeypatch):
         pixels, *_ = decode(workers, files)
         assert pixels[::-1, 0].tolist() == [10, 30, 20, 0, 0]
     workers.stop()
+
+
+def test_processes_end_when_nobody_refers_to_them():
+    workers = Workers(fill, 3)
+    workers.start(2)
+    processes = workers.processes
+    copy = multiprocessing.get_context("fork").Process(target=workers._close)
+    copy.start()
+    copy.join()
+    assert decode(workers, [4, 5])[2] == [1]
+    del workers
+    gc.collect()
+    for process in processes:
+        process.join(10)
+        assert process.exitcode == 0
 
 
 def test_many_batches_are_offered_before_the_first_is_taken():
