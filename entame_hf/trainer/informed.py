@@ -55,7 +55,7 @@ class HeadFitter(TrainerCallback):
         key = _digest(trainer, [head.module for head in heads], count) if repeats else ""
         if self._known is None or not repeats or self._known[0] != key:
             batches = training_batches(trainer, count, "Fitting the head")
-            with _on_device(trainer), trainer.compute_loss_context_manager(), closing(batches):
+            with _on_device(trainer), trainer.accelerator.autocast(), closing(batches):
                 read = (trainer.read_labels(batch, trainer.model) for batch in batches)
                 features = collect_head_features(trainer.model, heads, read, count)
             self._known = (key, [_to(read, "cpu") for read in features]) if repeats else None
@@ -93,7 +93,7 @@ class HeadFitter(TrainerCallback):
             raise InputError("`znorm_refresh_samples` needs a model that DeepSpeed does not hold: use FSDP or 0.")
         self._refreshed_step = step
         batches = training_batches(trainer, count, "Feature statistics")
-        with trainer.compute_loss_context_manager(), closing(batches):
+        with trainer.accelerator.autocast(), closing(batches):
             found = collect_features(trainer.model, [Head(*pair) for pair in heads.items()], batches, count)
         for leaf, read in zip(heads.values(), found, strict=True):
             mean, var = read.statistics()

@@ -42,7 +42,7 @@ class FittedStart(TrainerCallback):
             return write_probe(head.module, _probes[trainer.source])
         count, classes = trainer.args.informed_samples, head.module.weight.shape[0]
         batches = training_batches(trainer, count, "Fitting the head")
-        with trainer.compute_loss_context_manager(), closing(batches):
+        with trainer.accelerator.autocast(), closing(batches):
             (features,) = collect_head_features(trainer.model, [head], batches, count)
         if start == "logistic":
             _probes[trainer.source] = fit_logistic(features, classes)

@@ -180,6 +180,17 @@ def test_the_pass_sees_the_evaluations_view_and_fills_the_cache_of_the_training(
     assert not decoded
 
 
+def test_the_pass_computes_in_the_precision_of_the_training(tmp_path):
+    model, seen = build(), []
+    trainer = EntameTrainer(model, arguments(tmp_path, bf16=True), train_dataset=RandomImages(40, classes=4))
+    find_heads(model)[0].module.register_forward_pre_hook(lambda module, args: seen.append((module.training, args[0])))
+    trainer.train()
+    assert [(training, values.dtype) for training, values in seen] == [
+        *[(False, torch.bfloat16)] * 5,
+        (True, torch.bfloat16),
+    ]
+
+
 @pytest.mark.parametrize(("train", "evaluation", "expected"), [(12, 8, [24, 16]), (8, 20, [20, 20]), (64, 8, [40])])
 def test_the_pass_takes_large_batches(tmp_path, train, evaluation, expected):
     features = Features({"image": Image(), "label": ClassLabel(num_classes=4)})
