@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import datasets
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
@@ -46,14 +47,18 @@ def now() -> float:
 def informed_pass(options: argparse.Namespace) -> dict[str, Any]:
     """Train on files that no cache holds: the pass and its fit, the same from the cache, and two epochs.
 
-    The first round chooses kernels and does not count.
+    The first round chooses kernels and does not count. Each round has a cache of its own.
     """
     results: dict[str, Any] = {"size": options.size, "batch": options.batch, "images": options.images}
     with tempfile.TemporaryDirectory() as folder:
-        draw_images(Path(folder), options.images, options.size)
-        splits = load_splits(data_dir=folder, test_fraction=0.001)
+        draw_images(Path(folder, "images"), options.images, options.size)
+        splits = load_splits(data_dir=str(Path(folder, "images")), test_fraction=0.001)
         for name in options.models:
-            rounds = [_round(options, name, splits) for _ in range(options.repeats + 1)][1:]
+            rounds = []
+            for number in range(options.repeats + 1):
+                datasets.config.HF_DATASETS_CACHE = Path(folder, "caches", f"{name}_{number}")
+                rounds.append(_round(options, name, splits))
+            rounds = rounds[1:]
             ratios = {
                 "pass_over_epoch": [reading / epochs[1] for reading, _, epochs in rounds],
                 "cached_pass_over_epoch": [cached / epochs[1] for _, cached, epochs in rounds],

@@ -83,9 +83,14 @@ class Turns:
         self.loaders, self.epoch = loaders, 0
 
     def __iter__(self) -> Iterator[Any]:
-        loader = self.loaders[self.epoch % len(self.loaders)]
+        round_, place = divmod(self.epoch, len(self.loaders))
         self.epoch += 1
-        return iter(loader)
+        # In the epochs that it would have alone. Streams read the next one ahead.
+        self.loaders[place].set_epoch(round_)
+        return iter(self.loaders[place])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Leave the epoch to each loader's own count."""
 
     def __len__(self) -> int:
         return len(self.loaders[0])
