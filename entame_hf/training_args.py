@@ -123,10 +123,10 @@ class HeadArguments:
     freeze_statistics: bool | None = option(
         None, "Freeze the backbone's BatchNorm running statistics, and normalise by them.", **FLAG
     )
-    znorm_refresh_samples: int = option(
-        0,
+    znorm_refresh_samples: int | None = option(
+        None,
         "Re-estimate the feature statistics on so many training images before evaluating and saving; 0 keeps the last "
-        "batch's.",
+        "batch's. Default: 1,000 if batches are below 64, else 0.",
     )
     informed_samples: int = option(
         50_000, "Training images that entame_method=informed fits the head to, before the first step."
@@ -211,9 +211,10 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             Linear probing: freeze the backbone's parameters and running statistics, and train the heads only.
         freeze_statistics (`bool`, *optional*, defaults to `False`):
             Freeze the backbone's BatchNorm running statistics, and normalise by them: see [`frozen_statistics`].
-        znorm_refresh_samples (`int`, *optional*, defaults to 0):
+        znorm_refresh_samples (`int`, *optional*):
             Re-estimate the feature statistics on so many training images, with the current weights, before each
-            evaluation and checkpoint and at the end: 1,000 are enough. 0 keeps those that training left.
+            evaluation and checkpoint and at the end. 0 keeps those that training left. Defaults to 1,000 if these are
+            the last batch's and it has fewer than 64 images, which is too noisy to evaluate with, and to 0 otherwise.
         informed_samples (`int`, *optional*, defaults to 50,000):
             Training images that `entame_method="informed"` fits the head to, with the classes' proportions.
         save_dtype (`str`, *optional*, defaults to `"float32"`):

@@ -1,7 +1,15 @@
 """Apply ENTAME to a model, fold it again, freeze parts of a model, wrap a timm model."""
 
 from .apply import apply_entame, set_applied, set_feature_norm
-from .features import HeadFeatures, class_indices, collect_features, inputs_and_labels, restored_modes, run_model
+from .features import (
+    HeadFeatures,
+    class_indices,
+    collect_features,
+    collect_statistics,
+    inputs_and_labels,
+    restored_modes,
+    run_model,
+)
 from .fit import HeadFit, collect_head_features, fit_head, fit_to_features
 from .fold import check_bias, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
 from .freezing import BATCH_NORMS, frozen_backbone, frozen_backbone_parameters, frozen_statistics
@@ -25,6 +33,7 @@ __all__ = [
     "clear_entame_state",
     "collect_features",
     "collect_head_features",
+    "collect_statistics",
     "describe_adaptation",
     "fit_head",
     "fit_ridge",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,11 +97,35 @@ def collect_features(
                         f"{heads[index].path} reads {len(features)} rows of a batch of {len(labels)} labels: give one "
                         "label for each image."
                     )
-                kept[index].add(features, labels, counted)
+                kept[index].keep(features, labels, counted)
             left -= len(counted)
             if left <= 0:
                 break
     return [collector.features() for collector in kept]
+
+
+@torch.no_grad()
+def collect_statistics(
+    model: nn.Module, heads: list[Head], batches: Iterable[Any], evaluate: Callable[[Any], Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """Compute the mean and the variance of what heads read in eval mode, over images, positions and processes.
+
+    Args:
+        batches (iterable): This process's.
+        evaluate (`Callable`): Runs the model on one of them.
+
+    Returns:
+        `list[tuple[torch.Tensor, torch.Tensor]]`: float64 `(K,)` each, one pair a head.
+    """
+    kept = [_Collector(head) for head in heads]
+    with restored_modes(model), torch.compiler.set_stance("force_eager"), ExitStack() as stack:
+        model.eval()
+        for head, collector in zip(heads, kept, strict=True):
+            hook = head.module.register_forward_pre_hook(partial(_count, collector))
+            stack.callback(hook.remove)
+        for batch in batches:
+            evaluate(batch)
+    return [collector.features().statistics() for collector in kept]
 
 
 def inputs_and_labels(batch: Any) -> tuple[Any, Tensor]:
@@ -148,6 +173,10 @@ def run_model(model: nn.Module, inputs: Any) -> Any:
     return model(*map(ready, inputs.values() if isinstance(inputs, Mapping) else [inputs]))
 
 
+def _count(collector: _Collector, module: nn.Module, args: tuple[Any, ...]) -> None:
+    collector.add(args[0])
+
+
 class _Collector:
     """Gather one head's features, batch by batch."""
 
@@ -161,9 +190,14 @@ class _Collector:
         self.moments = torch.zeros(3, width, dtype=torch.float64, device=self.device)
         self.empty = torch.empty(0, width, dtype=weight.dtype, device=self.device)
 
-    def add(self, features: Tensor, labels: Tensor, counted: Tensor) -> None:
-        here = features.to(self.device)[counted.to(self.device)].movedim(self.dim, -1)
+    def add(self, features: Tensor) -> Tensor:
+        """Count features in the statistics, and return them with a row for each image."""
+        here = features.to(self.device).movedim(self.dim, -1)
         self.moments = merge(torch.stack([self.moments, moments(here.double(), -1)]))
+        return here
+
+    def keep(self, features: Tensor, labels: Tensor, counted: Tensor) -> None:
+        here = self.add(features[counted.to(features.device)])
         rows = here if here.ndim == 2 else here.flatten(1, -2).double().mean(1).float()
         self.rows.append(rows)
         self.labels.append(labels.to(self.device)[counted.to(self.device)])

@@ -20,9 +20,6 @@ from .resume import has_finite_weights
 
 logger = logging.get_logger(__name__)
 
-# Below this, the statistics of one batch are too noisy to evaluate with.
-SMALL_BATCH = 64
-
 
 def resolve_config(entame: EntameConfig | None, args: HeadArguments, model: nn.Module) -> EntameConfig:
     """Resolve what is done to a model's heads.
@@ -73,11 +70,7 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
             clear_entame_state(model)
         explain_precedence(trainer.entame, own, model)
         batch_size = trainer._train_batch_size * args.world_size
-        if config.feature_norm and config.momentum == 1 and batch_size < SMALL_BATCH and not own.znorm_refresh_samples:
-            logger.warning(
-                f"Evaluation will use the feature statistics of one batch of {batch_size}, which is noisy: below "
-                f"{SMALL_BATCH}, pass `znorm_refresh_samples=1000`."
-            )
+        trainer.head_fitter.explain_refreshing()
         start_heads(
             model,
             config,

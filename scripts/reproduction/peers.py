@@ -27,6 +27,8 @@ _STARTS = {"logistic": "keep", "temperature": "informed"}
 class RunArguments(EntameTrainingArguments):
     """Arguments of a run: the paper's defaults (constant learning rate, no clipping), and what peers need."""
 
+    # The paper evaluates with the last batch's statistics, however small it is.
+    znorm_refresh_samples: int | None = 0
     schedule: str | None = field(
         default=None,
         metadata={

@@ -125,7 +125,8 @@ class Suite:
             except InputError as error:
                 raise InputError(f"{self.name}: {model}, {dataset}, {method}: {error}") from error
             # Values as the run uses them: YAML reads 1e-4 as text, and a recipe is the options that it sets.
-            default = {f.name: f.default for f in fields(HeadArguments)} | RECIPES["paper"]
+            names = {f.name for f in fields(HeadArguments)}
+            default = {f.name: f.default for f in fields(RunArguments) if f.name in names} | RECIPES["paper"]
             filled = {name: value for name in default if (value := arguments.resolve(name)) != default[name]}
             run = sources | {name: getattr(arguments, name, value) for name, value in run.items()} | filled
             run.pop("recipe", None)

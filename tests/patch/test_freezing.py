@@ -52,7 +52,7 @@ def test_parameters_and_running_statistics_stand_still(tmp_path, kind, freeze):
 @pytest.mark.parametrize("kind", ["timm-resnet", "timm-efficientnet", "hf-resnet"])
 def test_running_statistics_stand_still_while_all_parameters_learn(tmp_path, kind, freeze):
     factory, side, _ = CLASSIFIERS[kind]
-    options = arguments(tmp_path, freeze_statistics=freeze, learning_rate=1e-2)
+    options = arguments(tmp_path, freeze_statistics=freeze, learning_rate=1e-2, znorm_refresh_samples=0)
     trainer = EntameTrainer(factory(10), options, train_dataset=RandomImages(48, side))
     model, modes = trainer.model, []
     layers = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]

@@ -27,7 +27,8 @@ class TestCost:
             return forward(*args, **kwargs)
 
         tiny_vit.forward = counting
-        args = arguments(tmp_path, energy_logging_steps=steps, max_steps=4, remove_unused_columns=False)
+        settings = {"max_steps": 4, "remove_unused_columns": False, "znorm_refresh_samples": 0}
+        args = arguments(tmp_path, energy_logging_steps=steps, **settings)
         train(tiny_vit, args, train_dataset=RandomImages(64))
         # The first forward checks that the head is not frozen, whatever is measured.
         seen[0] -= 1

@@ -182,7 +182,8 @@ def test_the_pass_sees_the_evaluations_view_and_fills_the_cache_of_the_training(
 
 def test_the_pass_computes_in_the_precision_of_the_training(tmp_path):
     model, seen = build(), []
-    trainer = EntameTrainer(model, arguments(tmp_path, bf16=True), train_dataset=RandomImages(40, classes=4))
+    args = arguments(tmp_path, bf16=True, znorm_refresh_samples=0)
+    trainer = EntameTrainer(model, args, train_dataset=RandomImages(40, classes=4))
     find_heads(model)[0].module.register_forward_pre_hook(lambda module, args: seen.append((module.training, args[0])))
     trainer.train()
     assert [(training, values.dtype) for training, values in seen] == [
@@ -265,7 +266,7 @@ def test_feature_statistics_are_refreshed_with_current_weights(tmp_path):
         hook.remove()
         return read[0].mean(0)
 
-    refreshed, usual = train(znorm_refresh_samples=1000), train()
+    refreshed, usual = train(znorm_refresh_samples=1000), train(znorm_refresh_samples=0)
     znorm, last = (find_heads(trainer.model)[0].module.znorm for trainer in (refreshed, usual))
     torch.testing.assert_close(znorm.mean, means(refreshed), rtol=1e-4, atol=1e-5)
     assert not torch.allclose(last.mean, means(usual), rtol=1e-2)

@@ -41,16 +41,39 @@ class TestEnergyLogNeverStopsATraining:
         assert shares[:1] == (pytest.approx([1 / 9], abs=1e-4) if form == "hidden" else [])
 
 
-@pytest.mark.parametrize("remedy", [{"znorm_momentum": 0.1}, {"znorm_refresh_samples": 64}], ids=str)
-def test_small_batches_are_warned_about(tmp_path, tiny_vit, monkeypatch, remedy):
-    messages = []
-    monkeypatch.setattr("entame_hf.trainer.start.logger.warning", messages.append)
-    EntameTrainer(copy.deepcopy(tiny_vit), arguments(tmp_path), train_dataset=RandomImages(64)).train()
-    assert any("`znorm_refresh_samples=1000`" in message for message in messages)
-    messages.clear()
-    args = arguments(tmp_path, **remedy, phi_w=1e-16)
-    EntameTrainer(copy.deepcopy(tiny_vit), args, train_dataset=RandomImages(64)).train()
-    assert messages == []
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({}, 1000),
+        ({"znorm_refresh_samples": 32}, 32),
+        ({"znorm_refresh_samples": 0}, 0),
+        ({"per_device_train_batch_size": 64}, 0),
+        ({"znorm_momentum": 0.1}, 0),
+        ({"entame_method": "mei"}, 0),
+    ],
+    ids=str,
+)
+def test_small_batches_are_not_evaluated_with(tmp_path, tiny_vit, monkeypatch, options, samples):
+    data, messages = RandomImages(64), []
+    monkeypatch.setattr("entame_hf.trainer.informed.logger.info", messages.append)
+    trainer = EntameTrainer(copy.deepcopy(tiny_vit), arguments(tmp_path, **options), train_dataset=data)
+    trainer.train()
+    said = [text for text in messages if "too noisy to evaluate with" in text]
+    assert len(said) == (not options)
+    assert trainer.head_fitter.refresh_samples() == samples
+    if not options:
+        assert "are re-estimated on 1,000 training images" in said[0]
+        features = trainer.model.vit(data.images).last_hidden_state[:, 0].double()
+        torch.testing.assert_close(trainer.model.classifier.znorm.mean, features.mean(0).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_deepspeed_cannot_re_estimate_them(tmp_path, tiny_vit, caplog):
+    trainer = EntameTrainer(tiny_vit, arguments(tmp_path), train_dataset=RandomImages(64))
+    trainer.is_deepspeed_enabled = True
+    trainer.head_fitter.explain_refreshing()
+    assert trainer.head_fitter.refresh_samples() == 0
+    assert "Batches of 16 are too noisy to evaluate with" in caplog.text
+    assert "Use batches of 64 or more." in caplog.text
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(16, 1), (4, 4)])

@@ -159,7 +159,7 @@ class TestHead:
                     seen.append(index)
                     return super().__getitem__(index)
 
-            args = arguments(tmp_path, entame_method=method)
+            args = arguments(tmp_path, entame_method=method, znorm_refresh_samples=0)
             EntameTrainer(copy.deepcopy(tiny_vit), args, train_dataset=Watched(64)).train()
             return seen
 
@@ -328,7 +328,7 @@ def test_running_out_of_memory_is_tried_again(tmp_path, tiny_vit):
 
 
 def test_one_process_uses_one_of_several_gpus(tmp_path, tiny_vit, caplog):
-    args = arguments(tmp_path, max_steps=1)
+    args = arguments(tmp_path, max_steps=1, znorm_refresh_samples=0)
     # As transformers counts them where nothing has launched the process.
     args._n_gpu = 2
     trainer = EntameTrainer(tiny_vit, args, train_dataset=RandomImages(64))
