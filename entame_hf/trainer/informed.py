@@ -90,20 +90,32 @@ class HeadFitter(TrainerCallback):
         wanted: int | None = self.trainer.head_args.znorm_refresh_samples
         if wanted is not None:
             return wanted
-        return REFRESH_SAMPLES if self._noisy() and not self.trainer.is_deepspeed_enabled else 0
+        return 0 if not self._noisy() or self._hindrance() else REFRESH_SAMPLES
 
     def explain_refreshing(self) -> None:
         """Say what evaluation will do because batches are small."""
         if self.trainer.head_args.znorm_refresh_samples is not None or not self._noisy():
             return
         said = f"Batches of {self._batch_size()} are too noisy to evaluate with: feature statistics "
-        if count := self.refresh_samples():
+        if hindrance := self._hindrance():
+            logger.warning(f"{said}are the last batch's, as {hindrance}.")
+        else:
             logger.info(
-                f"{said}are re-estimated on {count:,} training images before evaluations and checkpoints. "
+                f"{said}are re-estimated on {REFRESH_SAMPLES:,} training images before evaluations and checkpoints. "
                 "`znorm_refresh_samples=0` keeps the last batch's."
             )
-        else:
-            logger.warning(f"{said}cannot be re-estimated with DeepSpeed. Use batches of {SMALL_BATCH} or more.")
+
+    def _hindrance(self) -> str | None:
+        """Tell what keeps feature statistics from being re-estimated unasked."""
+        dataset = self.trainer.train_dataset
+        if self.trainer.is_deepspeed_enabled:
+            return f"DeepSpeed holds the model. Use batches of {SMALL_BATCH} or more"
+        # It may be one that can be read once.
+        if isinstance(dataset, IterableDataset) and not isinstance(dataset, BatchDataset):
+            return (
+                f"a stream of your own may not begin anew. If it can, pass `znorm_refresh_samples={REFRESH_SAMPLES}`"
+            )
+        return None
 
     def _evaluate(self, batch: Any) -> None:
         trainer = self.trainer

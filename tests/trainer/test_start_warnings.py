@@ -67,13 +67,28 @@ def test_small_batches_are_not_evaluated_with(tmp_path, tiny_vit, monkeypatch, o
         torch.testing.assert_close(trainer.model.classifier.znorm.mean, features.mean(0).float(), rtol=1e-4, atol=1e-5)
 
 
-def test_deepspeed_cannot_re_estimate_them(tmp_path, tiny_vit, caplog):
+def test_deepspeed_keeps_the_last_batchs_statistics(tmp_path, tiny_vit, caplog):
     trainer = EntameTrainer(tiny_vit, arguments(tmp_path), train_dataset=RandomImages(64))
     trainer.is_deepspeed_enabled = True
     trainer.head_fitter.explain_refreshing()
     assert trainer.head_fitter.refresh_samples() == 0
     assert "Batches of 16 are too noisy to evaluate with" in caplog.text
     assert "Use batches of 64 or more." in caplog.text
+
+
+def test_a_stream_of_your_own_is_read_once(tmp_path, tiny_vit, caplog):
+    class Once(torch.utils.data.IterableDataset):
+        rows = iter(RandomImages(64))
+
+        def __iter__(self):
+            return self.rows
+
+    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}
+    data = RandomImages(16)
+    trainer = EntameTrainer(tiny_vit, arguments(tmp_path, **options), train_dataset=Once(), eval_dataset=data)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert "a stream of your own may not begin anew. If it can, pass `znorm_refresh_samples=1000`." in caplog.text
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(16, 1), (4, 4)])
