@@ -126,7 +126,7 @@ class HeadArguments:
     znorm_refresh_samples: int | None = option(
         None,
         "Re-estimate the feature statistics on so many training images before evaluating and saving; 0 keeps the last "
-        "batch's. Default: 1,000 if batches are below 64, else 0.",
+        "batch's. Default: 1,000 if batches are below 128, else 0.",
     )
     informed_samples: int = option(
         50_000, "Training images that entame_method=informed fits the head to, before the first step."
@@ -214,7 +214,7 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         znorm_refresh_samples (`int`, *optional*):
             Re-estimate the feature statistics on so many training images, with the current weights, before each
             evaluation and checkpoint and at the end. 0 keeps those that training left. Defaults to 1,000 if these are
-            the last batch's and it has fewer than 64 images, which is too noisy to evaluate with, and to 0 otherwise.
+            the last batch's and it has fewer than 128 images, which is too noisy to evaluate with, and to 0 otherwise.
         informed_samples (`int`, *optional*, defaults to 50,000):
             Training images that `entame_method="informed"` fits the head to, with the classes' proportions.
         save_dtype (`str`, *optional*, defaults to `"float32"`):

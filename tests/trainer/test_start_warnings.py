@@ -47,7 +47,7 @@ class TestEnergyLogNeverStopsATraining:
         ({}, 1000),
         ({"znorm_refresh_samples": 32}, 32),
         ({"znorm_refresh_samples": 0}, 0),
-        ({"per_device_train_batch_size": 64}, 0),
+        ({"per_device_train_batch_size": 128}, 0),
         ({"znorm_momentum": 0.1}, 0),
         ({"entame_method": "mei"}, 0),
     ],
@@ -73,7 +73,7 @@ def test_deepspeed_keeps_the_last_batchs_statistics(tmp_path, tiny_vit, caplog):
     trainer.head_fitter.explain_refreshing()
     assert trainer.head_fitter.refresh_samples() == 0
     assert "Batches of 16 are too noisy to evaluate with" in caplog.text
-    assert "Use batches of 64 or more." in caplog.text
+    assert "Use batches of 128 or more." in caplog.text
 
 
 def test_a_stream_of_your_own_is_read_once(tmp_path, tiny_vit, caplog):
