@@ -53,7 +53,7 @@ IN_TWO = {
     "accumulated": {"count": 41, "gradient_accumulation_steps": 2},
     "warm": {**WARM, "max_steps": 1},
     "later": {**WARM, "max_steps": 3},
-    "local": {"max_steps": 2, "znorm_sync": False},
+    "local": {"max_steps": 2, "znorm_sync": False, "znorm_refresh_samples": 0},
     "fn": {"max_steps": 3, "entame_method": "fn"},
     "energies": {"max_steps": 2},
     "blind": {"max_steps": 2, "blind_rank": 1, "entame_method": "base"},
@@ -63,7 +63,8 @@ IN_TWO = {
     "resumed": {"max_steps": 4, "dropout": 0.5, "resume": "dropout/checkpoint-2"},
     "frozen": {"max_steps": 2, "freeze_backbone": True},
     "informed": {"max_steps": 2, "entame_method": "informed", "count": 41},
-    "mixed": {"max_steps": 4, "count": 39, "mixed": True},
+    # They have no view without mixing.
+    "mixed": {"max_steps": 4, "count": 39, "mixed": True, "znorm_refresh_samples": 0},
 }
 IN_THREE = {"uneven": {"count": 22}, "evaluations": {"evaluate": True}}
 

@@ -68,7 +68,8 @@ def main(folder: str, options: str) -> None:
     elif base is None:
         config = ViTConfig(num_labels=10, hidden_dropout_prob=dropout, attention_probs_dropout_prob=0.0, **TINY_VIT)
         model = ViTForImageClassification(config)
-        model.vit.embeddings.dropout.register_forward_hook(lambda layer, _, out: masks.append(out == 0))
+        drop = model.vit.embeddings.dropout
+        drop.register_forward_hook(lambda layer, _, out: masks.append(out == 0) if layer.training else None)
     else:
         model = ViTForImageClassification.from_pretrained(base)
     if double:
