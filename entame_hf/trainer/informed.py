@@ -28,8 +28,8 @@ from .loss import ClassificationLoss
 logger = logging.get_logger(__name__)
 
 KEY = "probe_accuracy"
-# The statistics of one batch of fewer images are too noisy to evaluate with: MobileNetV2 on MNIST-5k ends at 85.0 % with
-# those of 32 or 64 images, and at 91.0 and 89.1 % with those of so many.
+# The statistics of one batch of fewer images are too noisy to evaluate with: MobileNetV2 on MNIST-5k ends at 85.0 %
+# with those of 32 or 64 images, and at 91.0 and 89.1 % with those of so many.
 SMALL_BATCH, REFRESH_SAMPLES = 128, 1000
 
 
