@@ -49,7 +49,8 @@ class Files:
     def lend(self) -> Iterator[Slots]:
         """Lend slots to one pass. Those that are still shown when it ends are free once nobody refers to them."""
         lent = self._free[:_SLOTS_OF_A_PASS]
-        del self._free[:_SLOTS_OF_A_PASS]
+        # Another thread may have freed one more meanwhile.
+        del self._free[: len(lent)]
         slots = Slots(self.memory, lent)
         try:
             yield slots

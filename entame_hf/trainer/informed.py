@@ -96,7 +96,7 @@ class HeadFitter(TrainerCallback):
         """Say what evaluation will do because batches are small."""
         if self.trainer.head_args.znorm_refresh_samples is not None or not self._noisy():
             return
-        said = f"Batches of {self._batch_size()} are too noisy to evaluate with: feature statistics "
+        said = f"Batches of {self.batch_size()} are too noisy to evaluate with: feature statistics "
         if hindrance := self._hindrance():
             logger.warning(f"{said}are the last batch's, as {hindrance}.")
         else:
@@ -124,9 +124,10 @@ class HeadFitter(TrainerCallback):
 
     def _noisy(self) -> bool:
         config = self.trainer.entame_config()
-        return config.feature_norm and config.momentum == 1 and self._batch_size() < SMALL_BATCH
+        return config.feature_norm and config.momentum == 1 and self.batch_size() < SMALL_BATCH
 
-    def _batch_size(self) -> int:
+    def batch_size(self) -> int:
+        """Return how many images a batch has in all processes together."""
         return self.trainer._train_batch_size * self.trainer.args.world_size
 
     def refresh_statistics(self) -> None:

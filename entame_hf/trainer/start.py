@@ -69,14 +69,13 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
         if trainer.attempts:
             clear_entame_state(model)
         explain_precedence(trainer.entame, own, model)
-        batch_size = trainer._train_batch_size * args.world_size
         trainer.head_fitter.explain_refreshing()
         start_heads(
             model,
             config,
             learning_rate=args.learning_rate,
             seed=args.seed,
-            batch_size=batch_size,
+            batch_size=trainer.head_fitter.batch_size(),
             accumulation=args.gradient_accumulation_steps,
         )
         if not has_finite_weights(model):
