@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+# Pictures that are drawn. More files hold the same ones again, each with a comment of its own.
+DISTINCT = 16_384
+
 
 def draw_image(path: Path, width: int, height: int) -> None:
     """Write an image that compresses like a photograph: smooth fields, texture, shapes and a little noise."""
@@ -36,6 +39,16 @@ def draw_image(path: Path, width: int, height: int) -> None:
     path.write_bytes(data.getvalue())
 
 
+def _repeat(path: Path) -> None:
+    """Write the picture of another file, with a comment that makes this file another one."""
+    number = int(path.stem)
+    first = number % DISTINCT
+    data = (path.parents[1] / str(first % 10) / f"{first}{path.suffix}").read_bytes()
+    comment = str(number).encode()
+    # A comment may follow the two bytes that begin a JPEG file.
+    path.write_bytes(data[:2] + b"\xff\xfe" + (2 + len(comment)).to_bytes(2, "big") + comment + data[2:])
+
+
 def draw_images(folder: Path, count: int, size: int) -> None:
     """Write images of ten classes: JPEG files of 500×375 px, or PNG files of `size` if that is at most 64."""
     width, height, suffix = (500, 375, ".jpg") if size > 64 else (size, size, ".png")
@@ -43,4 +56,6 @@ def draw_images(folder: Path, count: int, size: int) -> None:
     for path in paths[:10]:
         path.parent.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor() as pool:
-        list(pool.map(partial(draw_image, width=width, height=height), paths, chunksize=64))
+        distinct = DISTINCT if suffix == ".jpg" else count
+        list(pool.map(partial(draw_image, width=width, height=height), paths[:distinct], chunksize=64))
+        list(pool.map(_repeat, paths[distinct:], chunksize=256))
