@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from entame_hf import EntameTrainer
+from entame_hf import EntameTrainer, EntameTrainingArguments
 from entame_hf.data import (
     Augmentation,
     ClassificationDataset,
@@ -188,13 +188,13 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_shards(rows: Any, folder: Path, count: int = 8) -> None:
-    """Write the files of rows into Parquet files, as the Hub stores them."""
+    """Write the files of rows into Parquet files, as the Hub stores them; a few once more, for validation."""
     folder.mkdir()
-    for index in range(count):
-        shard = rows.shard(count, index)
+    shards = {f"train-{index}": rows.shard(count, index) for index in range(count)}
+    for name, shard in (shards | {"validation": rows.select(range(8))}).items():
         files = [Path(image["path"]) for image in shard.cast_column("image", datasets.Image(decode=False))["image"]]
         table = {"image": [{"bytes": file.read_bytes()} for file in files], "label": shard["label"]}
-        datasets.Dataset.from_dict(table, features=rows.features).to_parquet(folder / f"{index}.parquet")
+        datasets.Dataset.from_dict(table, features=rows.features).to_parquet(folder / f"{name}.parquet")
 
 
 def measure(options: argparse.Namespace, name: str, rows: Any, folder: Path) -> dict[str, Any]:
@@ -212,8 +212,8 @@ def measure(options: argparse.Namespace, name: str, rows: Any, folder: Path) -> 
                 rows, "image", "label", preparation, Augmentation(augmentation), cache_gb=space[key]
             )
         if "stream" in options.inputs:
-            shards: Any = datasets.load_dataset(str(folder / "shards"), split="train", streaming=True)
-            inputs["stream"] = StreamingDataset(shards, "image", "label", preparation, Augmentation(augmentation))
+            stream: Any = load_splits(dataset_name=str(folder / "shards"), streaming=True).train
+            inputs["stream"] = StreamingDataset(stream, "image", "label", preparation, Augmentation(augmentation))
         measured = take_turns(options, name, inputs)
         figures |= {f"{key}_{augmentation}": value for key, value in measured.items()}
         print(name, figures, flush=True)
@@ -252,7 +252,10 @@ def train(
 ) -> None:
     """Train a new model on inputs that take turns."""
     torch.manual_seed(0)
-    args = training_arguments(options, steps, dataloader_num_workers=default_workers(), dataloader_pin_memory=False)
+    # The first steps would measure energies, and the first epoch be slower for it with any input.
+    settings: dict[str, Any] = {"energy_logging_steps": 0, "dataloader_pin_memory": False}
+    workers = default_workers()
+    args = training_arguments(options, steps, EntameTrainingArguments, dataloader_num_workers=workers, **settings)
     first = next(iter(inputs.values()))
     trainer = TurnsTrainer(model_of(name, options.size), args, train_dataset=first, callbacks=[*callbacks])
     trainer.inputs = inputs

@@ -5,6 +5,7 @@ from pathlib import Path
 import datasets
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, IterableDatasetDict, Value
+from datasets.packaged_modules.parquet.parquet import Parquet
 
 from entame_hf.data import Splits, load_splits, split_dataset, tables
 from entame_hf.errors import InputError
@@ -159,6 +160,20 @@ def test_a_column_names_the_splits_of_a_table(column, expected):
     features = Features({"image": Image(decode=False), "label": CAT_DOG, column: Value("string")})
     splits = split_dataset(Dataset.from_dict(rows, features=features))
     assert (len(splits.train), splits.test and len(splits.test)) == ((6, 3) if expected else (10, None))
+
+
+@pytest.mark.parametrize("second", [CAT_DOG, DOG_CAT])
+def test_a_stream_reads_parquet_in_small_steps(second, tmp_path, monkeypatch):
+    """A row group may hold 100 MB, and a shuffled stream reads ten files at a time."""
+    for split in ("train", "validation"):
+        for number, labels in enumerate((CAT_DOG, second)):
+            write(tmp_path / f"{split}-{number}.parquet", ["cat", "dog"] * 100, labels)
+    lengths = []
+    cast = Parquet._cast_table
+    monkeypatch.setattr(Parquet, "_cast_table", lambda self, table: lengths.append(len(table)) or cast(self, table))
+    splits = load_splits(dataset_name=str(tmp_path), streaming=True)
+    assert len(list(splits.train)) == 400
+    assert max(lengths) == 64
 
 
 @pytest.fixture
