@@ -36,8 +36,7 @@ class StreamingDataset(PipelineDataset, IterableDataset):
     stream is not known.
 
     Args:
-        dataset (`datasets.IterableDataset`): The rows, such as `load_dataset(..., streaming=True)` gives. Of Parquet,
-            `batch_size=64` there reads more rows a second in less memory.
+        dataset (`datasets.IterableDataset`): The rows, such as `load_dataset(..., streaming=True)` gives.
         image_column, label_column (`str`): The columns of images, which are decoded here, and of class indices.
         preparation, augmentation, name, num_classes: As for [`ClassificationDataset`].
         evaluation (`bool`, *optional*, defaults to `False`): Whether rows keep their order, and stand-ins are labelled

@@ -19,6 +19,7 @@ from datasets.load import dataset_module_factory
 from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 from datasets.packaged_modules.parquet.parquet import Parquet
 from huggingface_hub import snapshot_download
+from pyarrow.dataset import ParquetFragmentScanOptions
 
 from ..errors import InputError
 from .folders import open_folder, read_folder
@@ -29,9 +30,6 @@ from .tree import Folder, scan, suffix_of
 from .workers import threads
 
 _ON_THE_HUB = re.compile(r"hf://datasets/([^@]+)@([^/]+)/(.+)")
-
-# Rows that a stream of Parquet reads at a time, not the 100 MB of a row group: 1.5 times as fast, with less memory.
-_STREAMED_ROWS = 64
 
 # The number at the end of a file's name.
 _SHARD = re.compile(r"([-_.]\d+[-_]of[-_]\d+.*|[-_.]?\d+)$")
@@ -78,8 +76,8 @@ def open_dataset(
             source = Source(_load_by_file(own, builder.info.features, streaming), layout)
         else:
             if streaming:
-                if isinstance(builder, Parquet):
-                    builder.config.batch_size = _STREAMED_ROWS
+                if own:
+                    builder.config.fragment_scan_options = _scan_options(next(iter(own.values()))[0][0])
                 loaded = builder.as_streaming_dataset()
             else:
                 builder.download_and_prepare()
@@ -162,6 +160,11 @@ def _without_secrets(text: str) -> str:
     return re.sub(r"hf_[A-Za-z0-9]{16,}", "hf_***", text)
 
 
+def _scan_options(path: str) -> ParquetFragmentScanOptions:
+    """Read row groups ahead from a network alone: a shuffled stream holds ten, each twice while it is read ahead."""
+    return ParquetFragmentScanOptions(pre_buffer="://" in path)
+
+
 def _names_of_files(builder: Any) -> dict[str, list[tuple[str, Names]]]:
     """Read the class names of each Parquet file of each split: `datasets` applies the first file's to all others."""
     if not isinstance(builder, Parquet) or not builder.config.data_files:
@@ -219,7 +222,7 @@ def _load_by_file(
                 split="train",
                 streaming=streaming,
                 features=declared if nameless else None,
-                **({"batch_size": _STREAMED_ROWS} if streaming else {}),
+                **({"fragment_scan_options": _scan_options(path)} if streaming else {}),
             )
             for column, feature in part.features.items():
                 if isinstance(feature, Image):

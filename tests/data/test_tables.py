@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import datasets
+import pyarrow.dataset
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, IterableDatasetDict, Value
-from datasets.packaged_modules.parquet.parquet import Parquet
+from pyarrow.dataset import ParquetFileFormat
 
 from entame_hf.data import Splits, load_splits, split_dataset, tables
 from entame_hf.errors import InputError
@@ -163,17 +164,22 @@ def test_a_column_names_the_splits_of_a_table(column, expected):
 
 
 @pytest.mark.parametrize("second", [CAT_DOG, DOG_CAT])
-def test_a_stream_reads_parquet_in_small_steps(second, tmp_path, monkeypatch):
-    """A row group may hold 100 MB, and a shuffled stream reads ten files at a time."""
+def test_a_stream_of_files_on_the_disk_reads_no_row_group_ahead(second, tmp_path, monkeypatch):
+    """A row group may hold 100 MB, and a shuffled stream reads ten at a time."""
     for split in ("train", "validation"):
         for number, labels in enumerate((CAT_DOG, second)):
-            write(tmp_path / f"{split}-{number}.parquet", ["cat", "dog"] * 100, labels)
-    lengths = []
-    cast = Parquet._cast_table
-    monkeypatch.setattr(Parquet, "_cast_table", lambda self, table: lengths.append(len(table)) or cast(self, table))
+            write(tmp_path / f"{split}-{number}.parquet", ["cat", "dog"] * 10, labels)
+    ahead = []
+
+    def file_format(default_fragment_scan_options):
+        ahead.append(default_fragment_scan_options.pre_buffer)
+        return ParquetFileFormat(default_fragment_scan_options=default_fragment_scan_options)
+
+    monkeypatch.setattr(pyarrow.dataset, "ParquetFileFormat", file_format)
     splits = load_splits(dataset_name=str(tmp_path), streaming=True)
-    assert len(list(splits.train)) == 400
-    assert max(lengths) == 64
+    assert len(list(splits.train)) == 40
+    assert ahead
+    assert not any(ahead)
 
 
 @pytest.fixture
