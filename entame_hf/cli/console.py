@@ -63,6 +63,11 @@ class Console(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs.get("logs") or {}
+        if "probe_accuracy" in logs and state.is_world_process_zero:
+            say(
+                f"informed start  {logs['probe_accuracy']:.1%} expected on unseen images, by leaving one of "
+                f"{logs['probe_samples']:,} out"
+            )
         if "loss" not in logs or self._bar is None:
             return
         now, steps = time.monotonic(), state.global_step - self._last

@@ -24,7 +24,8 @@ def introduction(trainer: EntameTrainer, batch_file: Path | None) -> str:
     height, width = output_size(processor)
     name = getattr(config, "architecture", None) or config.model_type
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    length = f"{args.max_steps:,} steps" if args.max_steps > 0 else f"{args.num_train_epochs:g} epochs"
+    epochs = _counted(f"{args.num_train_epochs:g}", "epoch")
+    length = _counted(f"{args.max_steps:,}", "step") if args.max_steps > 0 else epochs
     # The recipe or the default, where nothing was asked for.
     method = args.entame_method or "entame"
     lines = [
@@ -32,6 +33,8 @@ def introduction(trainer: EntameTrainer, batch_file: Path | None) -> str:
         f"Run: {method}, recipe {args.recipe}, {length} in batches of {batch}, learning rate {args.learning_rate:g}, "
         f"on {args.device.type}.",
     ]
+    if samples := trainer.head_fitter.refresh_samples():
+        lines.append(f"Evaluation: by feature statistics of up to {samples:,} training images, as batches are small.")
     if batch_file is not None:
         later = "" if batch_file.name == BATCH_FILE else f" ({BATCH_FILE} after the first step)"
         lines.append(f"Batch: {batch_file}{later} shows training images as the model sees them.")
@@ -82,7 +85,8 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
     if args.load_best_model_at_end and best:
         weights = f"the best ones, of epoch {best['epoch']:.3g} (step {best['step']:,})"
     lines = [
-        f"\nDone in {duration(seconds)}: {state.global_step:,} steps, {state.epoch or 0:.3g} epochs.",
+        f"\nDone in {duration(seconds)}: {_counted(f'{state.global_step:,}', 'step')}, "
+        f"{_counted(f'{state.epoch or 0:.3g}', 'epoch')}.",
         f"  model       {folder}",
         f"  weights     {weights}",
         f"  validation  {scores(found['eval'])}",
@@ -100,6 +104,10 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
         longer = longer or f"--num_train_epochs {2 * args.num_train_epochs:g}"
         lines.append(f"  continue    {resume_command(Path(folder))} {longer}")
     return "\n".join(lines)
+
+
+def _counted(count: str, noun: str) -> str:
+    return f"{count} {noun}" if count == "1" else f"{count} {noun}s"
 
 
 def what_to_type(trainer: EntameTrainer) -> str:

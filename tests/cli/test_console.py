@@ -61,6 +61,7 @@ def test_a_line_per_logging_step_and_per_evaluation(args, capsys):
     console, control = Console(), TrainerControl()
     state = TrainerState(max_steps=1250, num_train_epochs=5, is_world_process_zero=True)
     console.on_train_begin(args, state, control)
+    console.on_log(args, state, control, logs={"probe_accuracy": 0.9131, "probe_samples": 50_000})
     state.global_step, state.epoch = 250, 1.0
     console.on_step_end(args, state, control)
     console.on_log(args, state, control, logs={"loss": 0.43215, "learning_rate": 1e-4, "grad_norm": 1.0})
@@ -69,11 +70,12 @@ def test_a_line_per_logging_step_and_per_evaluation(args, capsys):
     console.on_evaluate(args, state, control, metrics={"eval_accuracy": 0.91, "eval_f1_macro": 0.9})
     console.on_train_end(args, state, control)
     console.on_evaluate(args, state, control, metrics={"eval_accuracy": 0.91, "eval_f1_macro": 0.9})
-    first, second = capsys.readouterr().out.splitlines()
+    start, first, second = capsys.readouterr().out.splitlines()
+    assert start == "informed start  91.3% expected on unseen images, by leaving one of 50,000 out"
     assert first.startswith("step   250/1,250  loss 0.4321  lr 1.00e-04  ")
     assert first.endswith("left")
     assert second == "epoch 1/5  step 250  accuracy 91.0%  macro F1 90.0%  best 91.0% at step 250"
-    assert max(len(first), len(second)) <= 80
+    assert max(len(start), len(first), len(second)) <= 80
 
 
 def test_epochs_of_a_stream_have_no_number(args, capsys):

@@ -120,6 +120,7 @@ def test_test_images_are_evaluated_once_at_the_end(tmp_path, photos, timm_folder
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Splits: train 37")
     assert any(line.startswith("Run: entame") for line in lines)
+    assert "Evaluation: by feature statistics of up to 1,000 training images, as batches are small." in lines
     assert any(line.startswith("Note: 1 image of validation is in train too, such as") for line in lines)
     assert [line.split("  ")[0].split("/")[0] for line in lines if line.startswith(("step", "epoch"))] == [
         *["step 1", "step 2", "step 3", "epoch 1"],
