@@ -27,7 +27,7 @@ _INDEX = np.dtype([("checksum", "<u8"), ("content", "<u8"), ("ratio", "<f4"), ("
 
 # Bytes that a thread copies at a time.
 _COPY_BYTES = 2**22
-_FORMAT = "2"
+_FORMAT = "3"
 
 
 def cache_folder() -> Path:

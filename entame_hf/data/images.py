@@ -35,7 +35,7 @@ class UnreadableImageError(OSError):
 
 
 class DecodedImage(NamedTuple):
-    """Hold an image's prepared pixels, uint8 (B,), its ratio of width to height, and its file's hash or 0."""
+    """Hold an image's prepared pixels, uint8 (B,), channels last, its width over height, and its file's hash or 0."""
 
     pixels: NDArray[np.uint8]
     ratio: float

@@ -34,7 +34,7 @@ class HostBatch:
     """Hold N images and labels on the host.
 
     Attributes:
-        pixels (`torch.Tensor`): uint8 (N, B), the bytes of prepared pixels.
+        pixels (`torch.Tensor`): uint8 (N, B), the bytes of prepared pixels, channels last.
         ratios (`torch.Tensor`): float32 (N,), width over height before preparation.
         labels (`torch.Tensor`): int64 (N,).
         rows (`numpy.ndarray`): int64 (N,), which with `epoch` decide the augmentation.
@@ -100,8 +100,9 @@ class ImagePipeline:
             else:
                 image = decode_image(source)
             height, width = image.size[::-1] if isinstance(image, Image.Image) else image.shape[1:]
-            # In a third of the time that torch takes to order channels.
-            pixels = np.ascontiguousarray(self.preparation(image).numpy()).reshape(-1).view(np.uint8)
+            # As decoders lay them out: ordering channels here would take a tenth of the time that decoding takes.
+            prepared = self.preparation(image).permute(1, 2, 0).numpy()
+            pixels = np.ascontiguousarray(prepared).reshape(-1).view(np.uint8)
             return DecodedImage(pixels, width / height, 0 if data is None else xxh3_64_intdigest(data))
         except UnreadableImageError as error:
             return error
@@ -131,7 +132,7 @@ class ImagePipeline:
             images = decode_on_gpu([files[i][0] for i in group], device)
             if images is not None:
                 done += group
-                prepared.append(_prepare_batch(images, resize_crop).flatten(1))
+                prepared.append(_prepare_batch(images, resize_crop).permute(0, 2, 3, 1).flatten(1))
         if not done:
             return []
         pixels = torch.cat(prepared)
@@ -158,7 +159,8 @@ class ImagePipeline:
         """
         pixels = batch.pixels_on(torch.device(device))
         labels = to_device(batch.labels, torch.device(device))
-        pixels = pixels.view(self.preparation.dtype).unflatten(1, (3, *self.preparation.size))
+        pixels = pixels.view(self.preparation.dtype).unflatten(1, (*self.preparation.size, 3))
+        pixels = pixels.permute(0, 3, 1, 2).contiguous()
         augmentation = self.augmentation
         if augmentation:
             pixels = augmentation(pixels, batch.ratios, self.preparation.output_size, batch.rows, batch.epoch)
