@@ -77,6 +77,12 @@ def test_method_of_the_contest_runs(dry, method, model, tmp_path):
 def test_suites_of_the_contest_have_its_methods_and_the_candidate():
     for path in SUITES.glob("contest*.yaml"):
         suite = read_suite(path.stem)
+        if path.stem.endswith("_refreshed"):
+            assert {settings.pop("znorm_refresh_samples") for settings in suite.methods.values()} == {1000}
+            assert all(settings.pop("pass_epochs") for settings in suite.methods.values())
+            informed = {key: value for key, value in CONTEST.methods[CANDIDATE].items() if key != "pass_epochs"}
+            assert list(suite.methods.values()) == [CONTEST.methods["recommended"], informed]
+            continue
         assert CANDIDATE in suite.methods
         assert suite.seeds >= (2 if path.stem == CHOICE else 3)
         if path.stem != "contest_choice":
