@@ -33,7 +33,9 @@ def introduction(trainer: EntameTrainer, batch_file: Path | None) -> str:
         f"Run: {method}, recipe {args.recipe}, {length} in batches of {batch}, learning rate {args.learning_rate:g}, "
         f"on {args.device.type}.",
     ]
-    if samples := trainer.head_fitter.refresh_samples():
+    samples = trainer.head_fitter.refresh_samples()
+    # Nobody asked for it.
+    if samples and trainer.head_args.znorm_refresh_samples is None:
         lines.append(f"Evaluation: by feature statistics of up to {samples:,} training images, as batches are small.")
     if batch_file is not None:
         later = "" if batch_file.name == BATCH_FILE else f" ({BATCH_FILE} after the first step)"

@@ -131,6 +131,11 @@ def test_test_images_are_evaluated_once_at_the_end(tmp_path, photos, timm_folder
     assert not any("energy" in line for line in lines)
 
 
+def test_statistics_that_were_asked_for_need_no_reason(tmp_path, photos, timm_folder, capsys):
+    finetune.main(arguments(timm_folder, photos, tmp_path / "out", max_steps=1, znorm_refresh_samples=30))
+    assert "as batches are small" not in capsys.readouterr().out
+
+
 def test_a_run_stops_when_patience_ends(tmp_path, photos, timm_folder):
     # Nothing is learned.
     options = {"learning_rate": 0, "entame_method": "keep", "num_train_epochs": 9, "patience": 2}
