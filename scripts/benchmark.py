@@ -33,10 +33,11 @@ from typing import Any
 import timm
 import torch
 import transformers
+from benchmarks.first_batch import first_batch
 from benchmarks.pass_cost import informed_pass
 from benchmarks.scaling import scaling
 from benchmarks.step_cost import energy, overhead
-from benchmarks.throughput import first_batch, throughput
+from benchmarks.throughput import throughput
 from torch.nn.functional import cross_entropy
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
