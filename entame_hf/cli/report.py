@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data import Splits, StreamingDataset, find_duplicates, output_size, write_skipped_images
+from ..data import Splits, StreamingDataset, count_of, find_duplicates, output_size, write_skipped_images
 from ..files import write_file
 from ..patch import class_names
 from ..trainer import EntameTrainer, last_intact_checkpoint
@@ -24,8 +24,8 @@ def introduction(trainer: EntameTrainer, batch_file: Path | None) -> str:
     height, width = output_size(processor)
     name = getattr(config, "architecture", None) or config.model_type
     batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    epochs = _counted(f"{args.num_train_epochs:g}", "epoch")
-    length = _counted(f"{args.max_steps:,}", "step") if args.max_steps > 0 else epochs
+    epochs = count_of(args.num_train_epochs, "epoch", "g")
+    length = count_of(args.max_steps, "step") if args.max_steps > 0 else epochs
     # The recipe or the default, where nothing was asked for.
     method = args.entame_method or "entame"
     lines = [
@@ -87,8 +87,8 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
     if args.load_best_model_at_end and best:
         weights = f"the best ones, of epoch {best['epoch']:.3g} (step {best['step']:,})"
     lines = [
-        f"\nDone in {duration(seconds)}: {_counted(f'{state.global_step:,}', 'step')}, "
-        f"{_counted(f'{state.epoch or 0:.3g}', 'epoch')}.",
+        f"\nDone in {duration(seconds)}: {count_of(state.global_step, 'step')}, "
+        f"{count_of(state.epoch or 0, 'epoch', '.3g')}.",
         f"  model       {folder}",
         f"  weights     {weights}",
         f"  validation  {scores(found['eval'])}",
@@ -106,10 +106,6 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
         longer = longer or f"--num_train_epochs {2 * args.num_train_epochs:g}"
         lines.append(f"  continue    {resume_command(Path(folder))} {longer}")
     return "\n".join(lines)
-
-
-def _counted(count: str, noun: str) -> str:
-    return f"{count} {noun}" if count == "1" else f"{count} {noun}s"
 
 
 def what_to_type(trainer: EntameTrainer) -> str:

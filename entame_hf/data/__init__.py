@@ -14,7 +14,7 @@ from .layout import LAYOUTS
 from .loader import Splits, load_splits, split_dataset
 from .pipeline import HostBatch, ImagePipeline
 from .preparation import Preparation
-from .source import SkippedImage, write_skipped_images
+from .source import SkippedImage, count_of, write_skipped_images
 from .streaming import StreamingDataset
 from .tables import open_dataset
 from .transforms import (
@@ -46,6 +46,7 @@ __all__ = [
     "build_datasets",
     "channel_statistics",
     "cores",
+    "count_of",
     "decode_image",
     "decode_pixels",
     "default_workers",

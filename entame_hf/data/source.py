@@ -52,10 +52,10 @@ class Source:
         self.skipped += [SkippedImage(image, split, reason) for image in named]
 
 
-def count_of(count: int, noun: str) -> str:
-    """Write a count with its noun: 1 image, 1,200 classes."""
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{count:,} {noun if count == 1 else plural}"
+def count_of(count: float, noun: str, form: str = ",") -> str:
+    """Write a count with its noun: 1 image, 1,200 classes, 0.5 epochs."""
+    written, plural = f"{count:{form}}", noun + ("es" if noun.endswith("s") else "s")
+    return f"{written} {noun if written == '1' else plural}"
 
 
 def listed(names: Iterable[object]) -> str:
