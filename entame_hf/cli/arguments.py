@@ -114,7 +114,7 @@ class RunArguments(EntameTrainingArguments):
     use_cpu: bool = option(False, "Train on the CPU where there is a GPU.")
     dataloader_num_workers: int = field(
         default_factory=default_workers,
-        metadata={"help": "Processes that decode images; default: three for four cores."},
+        metadata={"help": "Processes that decode images; default: seven for eight cores."},
     )
     push_to_hub: bool = option(False, "Push model and card to the Hub.")
     hub_model_id: str | None = option(None, "Repository to push to; default: the folder's name.")

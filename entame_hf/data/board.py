@@ -251,12 +251,13 @@ def _shared(shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
     return np.frombuffer(mmap.mmap(-1, length), dtype).reshape(shape)
 
 
-def work(board: Board, decode: Decode, fetch: Fetch | None, parent: int) -> None:
-    """Decode what a board offers, in a process that was forked to."""
+def work(board: Board, decode: Decode, fetch: Fetch | None, parent: int, niceness: int) -> None:
+    """Decode what a board offers, in a process that was forked to, with so much less of a claim to the cores."""
     gc.freeze()
     gc.enable()
     # The main process handles Ctrl-C and ends this one. A forked process has none of torch's threads.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    os.nice(niceness)
     board.serve(decode, fetch, parent)

@@ -99,7 +99,7 @@ def gpu_decoder() -> Callable[..., Any] | None:
     # Its library does not load beside a torch of another kind.
     except (ImportError, OSError, RuntimeError):
         logger.warning_once(
-            "Fewer than 8 processes decode JPEGs. With 10 cores or more, raise `dataloader_num_workers`; with fewer, "
+            "Fewer than 8 processes decode JPEGs. With 9 cores or more, raise `dataloader_num_workers`; with fewer, "
             "let the GPU decode: pip install torchcodec"
         )
         return None

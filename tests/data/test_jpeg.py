@@ -123,7 +123,7 @@ def test_without_torchcodec_jpegs_are_decoded_on_the_cpu(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torchcodec", None)
     assert [decode_on_gpu([JPEGS["rgb"]], torch.device("cpu")) for _ in range(2)] == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
-        "Fewer than 8 processes decode JPEGs. With 10 cores or more, raise `dataloader_num_workers`; with fewer, let "
+        "Fewer than 8 processes decode JPEGs. With 9 cores or more, raise `dataloader_num_workers`; with fewer, let "
         "the GPU decode: pip install torchcodec"
     ]
 

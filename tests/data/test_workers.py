@@ -20,7 +20,7 @@ from transformers import ViTImageProcessor
 from entame_hf.data import ClassificationDataset, Preparation, StreamingDataset, set_image_size
 from entame_hf.data.images import DecodedImage, UnreadableImageError
 from entame_hf.data.pipeline import HostBatch, ImagePipeline
-from entame_hf.data.workers import Workers
+from entame_hf.data.workers import Workers, default_workers
 
 
 class Ends:
@@ -88,6 +88,23 @@ def test_rows_are_enough_where_images_can_be_fetched(processes):
     # Processes fetch for themselves.
     assert asked == ([] if processes else [20])
     workers.stop()
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_processes_step_back_behind_what_feeds_a_gpu(cuda, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    workers = Workers(lambda row, value: DecodedImage(np.full(3, os.nice(0), np.uint8), 1, 0), 3)
+    workers.start(1)
+    pixels, *_ = decode(workers, [0])
+    # No process can step back further than 19.
+    assert pixels[1, 0] == min(os.nice(0) + 10 * cuda, 19)
+    workers.stop()
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 2), (4, 4), (8, 7), (9, 8), (16, 14), (32, 28)])
+def test_an_eighth_of_the_cores_is_left_to_the_training(cores, expected, monkeypatch):
+    monkeypatch.setattr("entame_hf.data.workers.cores", lambda: cores)
+    assert default_workers() == expected
 
 
 @pytest.mark.parametrize("room", [2**20, 5000, 10])
