@@ -182,6 +182,7 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
         "compiled": options.compile,
         "images": options.images,
         "cores": cores(),
+        "processes": default_workers(),
         **results,
     }
 

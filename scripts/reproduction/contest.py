@@ -81,6 +81,8 @@ def verdict(groups: Sequence[Group], wanted: tuple[int, int] | None) -> str:
     won = sum(duel.won for duel in found)
     said = f"{CANDIDATE} wins {won} of {len(found)} duels"
     if wanted is None:
+        if not any(duel.complete for duel in found):
+            said = f"None of the {len(found)} duels is complete: each needs {LEAST_SEEDS} seeds"
         return f"{said}. The rule of success is about the suite `{TEST}` alone."
     full = [duel for duel in found if duel.complete and duel.lead is not None and duel.lead.n >= wanted[1]]
     missing = len(full) < max(len(found), wanted[0])

@@ -142,3 +142,8 @@ def test_report_holds_the_verdict_except_where_the_candidate_is_chosen(suite, sa
     assert is_contest(runs(rows)) is (said is not None)
     page, *_ = write_report([write(rows, tmp_path / "rows.parquet")], tmp_path / "out")
     assert "## The contest" not in page.read_text() if said is None else said in page.read_text()
+
+
+def test_one_seed_decides_no_duel():
+    said = verdict([group(rows_of(0.02, seeds=1))], None)
+    assert said.startswith("None of the 1 duels is complete: each needs 3 seeds.")
