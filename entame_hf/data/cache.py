@@ -40,10 +40,11 @@ def file_marks(dataset: Dataset, image_column: str) -> list[str]:
     lengths, files = image_files(dataset, image_column)
     paths = files.filter(pc.is_null(lengths)).drop_null().to_pylist()
     # Many at once: what lies on a network is waited for side by side.
-    return list(threads().map(_file_mark, (paths[i : i + 256] for i in range(0, len(paths), 256))))
+    return list(threads().map(mark_files, (paths[i : i + 256] for i in range(0, len(paths), 256))))
 
 
-def _file_mark(paths: list[str]) -> str:
+def mark_files(paths: list[str]) -> str:
+    """Tell the state of files."""
     return "\n".join(_state(path) for path in paths)
 
 

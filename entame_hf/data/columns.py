@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import InputError
+from .splits import SPLIT_COLUMN
 
 _MULTI_LABEL = (
     'For several classes an image, set `model.config.problem_type = "multi_label_classification"` and pass your own '
@@ -36,9 +37,15 @@ def find_image_column(features: Features, name: str | None = None) -> str:
 
 
 def find_label_column(features: Features, name: str | None = None) -> str:
-    """Find the column of labels: the named one, else the only `datasets.ClassLabel`, else "label" or "labels"."""
+    """Find the column of labels: the named one, else the only `datasets.ClassLabel`, "label" or "labels"."""
     if name is None:
-        candidates = [column for column, feature in features.items() if isinstance(feature, ClassLabel)]
+        candidates = [
+            column
+            for column, feature in features.items()
+            if (isinstance(feature, ClassLabel) and column.casefold() != SPLIT_COLUMN)
+            or (column in ("label", "labels") and _may_hold_labels(feature))
+        ]
+        # The message says what it holds.
         candidates = candidates or [column for column in ("label", "labels") if column in features]
         name = _only(candidates, features, "label", "label_column_name")
     _require_column(features, name, "label_column_name")
@@ -75,6 +82,19 @@ def row_number(dataset: Dataset, row: int) -> int:
 def label_values(dataset: Dataset, column: str) -> pa.ChunkedArray:
     """Give a column as Arrow holds it, without touching the images beside it."""
     return dataset.select_columns([column]).with_format("arrow")[:].column(column)
+
+
+def may_name(feature: object) -> bool:
+    """Tell whether a column may hold names, such as those of splits."""
+    return isinstance(feature, ClassLabel) or _is_value(feature, r"u?int\d+|(large_)?string|bool")
+
+
+def named_rows(dataset: Dataset, column: str) -> tuple[list[str], NDArray[np.int64]]:
+    """Read a column as text: its different values, in the order of their first rows, and which one each row has."""
+    values, names = label_values(dataset, column), getattr(dataset.features[column], "names", None)
+    different = pc.unique(values)
+    shown = [str(v) if names is None or v is None else names[v] for v in different.to_pylist()]
+    return shown, pc.index_in(values, value_set=different).to_numpy().astype(np.int64)
 
 
 def label_indices(dataset: Dataset, column: str) -> NDArray[np.int64]:

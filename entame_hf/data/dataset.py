@@ -16,7 +16,7 @@ from transformers import BaseImageProcessor
 
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation, Rows
-from .cache import ImageCache, file_marks, open_cache
+from .cache import ImageCache, file_marks, mark_files, open_cache
 from .columns import check_labels, count_classes, label_indices, label_shares, row_number
 from .images import DecodedImage, UnreadableImageError
 from .pipeline import HostBatch, ImagePipeline, Keep, PipelineDataset
@@ -254,7 +254,9 @@ class ClassificationDataset(PipelineDataset):
         return lambda i, image: cache.write(int(rows[i]), image)
 
     def _open_cache(self) -> ImageCache | None:
-        marks = file_marks(self.dataset, self.image_column) if self._cache_limit > 0 else []
+        # Of a generator that gives other images now, the fingerprint stays.
+        tables = [file["filename"] for file in self.dataset.cache_files]
+        marks = [*file_marks(self.dataset, self.image_column), mark_files(tables)] if self._cache_limit > 0 else []
         parts = [version("entame-hf"), self.dataset._fingerprint, self.image_column, *marks]
         parts.append(self.pipeline.preparation.key)
         return open_cache(parts, len(self), self.pipeline.length, self._cache_limit)

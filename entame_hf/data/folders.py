@@ -10,7 +10,17 @@ from datasets import Dataset, Features, Value
 
 from ..errors import InputError
 from .archives import unpack
-from .layout import CLASSES, CLASSES_OF_SPLITS, HOW, LAYOUTS, find_layout, has_classes, unwrap, unwrap_split
+from .layout import (
+    CLASSES,
+    CLASSES_OF_SPLITS,
+    HOW,
+    LAYOUTS,
+    find_layout,
+    has_classes,
+    refuse_repeated_classes,
+    unwrap,
+    unwrap_split,
+)
 from .metadata import read_metadata, table
 from .source import Source, count_of, listed
 from .splits import TRAIN, UNLABELED, find_splits, kind_of, normal, split_kinds
@@ -108,6 +118,8 @@ def _table(classes: Classes) -> Dataset:
 def _classes(folders: list[Folder], source: Source | None) -> Classes:
     """Read the images of each class; a source takes the folders whose names say that they have no labels."""
     classes: Classes = {}
+    if source:
+        refuse_repeated_classes(folders, source.layout.removeprefix("DATA_DIR/"))
     for folder in folders:
         if source and split_kinds([folder.name]).get(folder.name) == UNLABELED:
             source.leave_out(folder.images(), folder.name, "no labels", folder.path)

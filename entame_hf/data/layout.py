@@ -177,6 +177,18 @@ def _refuse_repeated(root: Folder, inside: dict[str, Folder]) -> None:
     )
 
 
+def refuse_repeated_classes(folders: list[Folder], layout: str) -> None:
+    """Refuse a folder that holds nothing but folders, called as the classes beside it: a copy of all of them."""
+    names = {normal(folder.name) for folder in folders}
+    for folder in folders:
+        repeated = sorted(names & {normal(inside.name) for inside in folder.filled} - {normal(folder.name)})
+        if repeated and not folder.files:
+            raise InputError(
+                f"{folder.path} holds {listed(repeated)}, as the classes beside it are called. If it is no class, "
+                f"move it out of {os.path.dirname(folder.path)}; if it is one, give `data_layout={layout}`."
+            )
+
+
 def _refuse_splits_beside(root: Folder, inside: dict[str, Folder]) -> None:
     """Refuse one folder of splits among others, as where images/ lies beside masks/."""
     for folder in inside.values():

@@ -186,7 +186,7 @@ def split_dataset(
     }
     check_limits({"test_fraction": test_fraction, **limits})
     source = _as_source(loaded)
-    split_by_column(source)
+    split_by_column(source, {name for name in (train_split, eval_split) if name}, label_column_name)
     chosen = choose_roles(source, train_split, eval_split)
     rows, image_column, label_column = choose_columns(source, chosen, eval_split, image_column_name, label_column_name)
     rows, class_names = encode_labels(rows, label_column, num_labels)

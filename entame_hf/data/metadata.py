@@ -15,7 +15,7 @@ from datasets import Dataset, Features, Image, Value
 
 from ..errors import InputError
 from .source import Rows, SkippedImage, Source, count_of, listed
-from .splits import SPLIT_COLUMN, TRAIN, UNLABELED, normal, split_kinds
+from .splits import SPLIT_COLUMN, TRAIN, UNLABELED, find_split_column, normal, split_kinds
 from .tree import Folder, suffix_of
 
 FILE_COLUMN = "file_name"
@@ -36,8 +36,8 @@ def read_metadata(
     """Read the splits of a folder whose labels stand in metadata files; `None` where none has labels.
 
     A file's paths are relative to its folder. Labels are text, as they stand there, in the column "label" or
-    "labels" or, if they are needed, in the only other one. A row belongs to the split whose folder its image lies
-    in, else to the one that its column "split" names, else to train.
+    "labels" or, if they are needed, in the only other one. A row belongs to the split that its column "split" names,
+    else to the one whose folder its image lies in, else to train.
 
     Raises:
         InputError: If a file can't be read, an image has two labels, or a class loses most of its images.
@@ -54,11 +54,12 @@ def read_metadata(
         path = _find(row.path, known)
         if path is None:
             lost.append(row)
-        elif path in found and found[path].label != row.label:
+        elif path in found and found[path][1:3] != row[1:3]:
             other = found[path]
+            what, i = ("labels", 1) if other.label != row.label else ("splits", 2)
             raise InputError(
-                f"{path} has two labels: {other.label!r} in {other.where} and {row.label!r} in {row.where}. Remove "
-                "one of the rows."
+                f"{path} has two {what}: {other[i]!r} in {other.where} and {row[i]!r} in {row.where}. Remove one of "
+                "the rows."
             )
         else:
             found[path] = row
@@ -80,16 +81,19 @@ def read_metadata(
 def _tables(root: Folder, rows: dict[str, Row], named: set[str], column: str) -> dict[str, Rows]:
     tops = {path: os.path.relpath(path, root.path).split(os.sep)[0] for path in rows}
     kinds = split_kinds(sorted(set(tops.values())))
-    splits: dict[str, list[str]] = defaultdict(list)
     are_splits = TRAIN in kinds.values() or bool(named & set(tops.values()))
+    known = {top for top in kinds.keys() | named if top in named or kinds[top] != UNLABELED} if are_splits else set()
+    in_folder = {path: top if top in known else "" for path, top in tops.items()}
+    # Names that are given may be those of folders.
+    by_column = any(row.split for row in rows.values()) and named <= {row.split for row in rows.values()}
+    splits: dict[str, list[str]] = defaultdict(list)
     for path in sorted(rows):
-        top = tops[path]
-        known = are_splits and (top in named or kinds.get(top, UNLABELED) != UNLABELED)
-        splits[top if known else TRAIN].append(path)
+        splits[(not by_column and in_folder[path]) or TRAIN].append(path)
     numbers = all(isinstance(row.label, int) for row in rows.values())
     features = {"image": Image(decode=False), column: Value("int64" if numbers else "string")}
-    by_column = not are_splits and any(row.split for row in rows.values())
     features |= {SPLIT_COLUMN: Value("string")} if by_column else {}
+    if by_column:
+        rows = {path: row._replace(split=row.split or in_folder[path]) for path, row in rows.items()}
     return {split: _table(paths, rows, column, Features(features)) for split, paths in splits.items()}
 
 
@@ -153,7 +157,11 @@ def _read(path: str, label_column_name: str | None, needed: bool) -> list[Row] |
             f"{path} has no column {FILE_COLUMN!r}. Columns: {', '.join(map(str, columns))}. Rename the one that "
             "holds paths, relative to this file."
         )
-    others = [name for name in columns if name not in (FILE_COLUMN, SPLIT_COLUMN)]
+    split_column = find_split_column(
+        [name for name in columns if name not in (FILE_COLUMN, label_column_name)],
+        lambda name: {str(row.get(name)) for row in rows},
+    )
+    others = [name for name in columns if name not in (FILE_COLUMN, split_column)]
     if label_column_name is not None and label_column_name not in columns:
         raise InputError(f"`label_column_name={label_column_name}`: {path} has no such column. Columns: {columns}.")
     usual = [name for name in others if name in ("label", "labels")]
@@ -177,7 +185,7 @@ def _read(path: str, label_column_name: str | None, needed: bool) -> list[Row] |
         Row(
             os.path.join(folder, str(row[FILE_COLUMN])),
             _label(row[chosen[0]], number, path),
-            str(row.get(SPLIT_COLUMN) or ""),
+            "" if split_column is None or row.get(split_column) is None else str(row[split_column]),
             f"row {number} of {path}",
         )
         for number, row in enumerate(rows, start=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from textwrap import shorten
 
 from ..errors import printable
@@ -15,7 +16,10 @@ _DRAWN_ALIKE = str.maketrans(
     "АВЕКМНОРСТХУавекмнорстхуіјѕԁΑΒΕΖΗΙΚΜΝΟΡΤΥΧο", "ABEKMHOPCTXYabekmhopctxyijsdABEZHIKMNOPTYXo"
 )
 
-_MISSING = frozenset(("", "nan", "na", "n/a", "none", "null", "nil", "?", "-", "#n/a", "<na>"))
+# What separates several labels in one text.
+_JOINTS = re.compile(r"\s*[,;|/+&]\s*|\s+")
+
+_MISSING = frozenset(("", "-1", "nan", "na", "n/a", "none", "null", "nil", "?", "-", "#n/a", "<na>"))
 
 
 def skeleton(name: str) -> str:
@@ -53,6 +57,14 @@ def _groups(names: Iterable[str], key: object) -> list[list[str]]:
     for name in names:
         groups[key(name)].append(name)  # type: ignore[operator]
     return [group for group in groups.values() if len(group) > 1]
+
+
+def joined(names: Collection[str]) -> list[str]:
+    """Find the names that join others: "cat, dog" beside "cat" and "dog"."""
+    # As a list is written: ['cat', 'dog'].
+    bare = {name: name.strip("[](){} \"'") for name in names}
+    parts = {name: [part.strip(" \"'") for part in _JOINTS.split(text)] for name, text in bare.items()}
+    return [name for name, found in parts.items() if len(found) > 1 and set(found) <= set(bare.values())]
 
 
 def seems_missing(name: str) -> bool:

@@ -9,22 +9,53 @@ import numpy as np
 from datasets import Dataset
 
 from ..errors import InputError
-from .columns import find_image_column, find_label_column, image_names
+from .columns import find_image_column, find_label_column, image_names, may_name, named_rows
 from .labels import count_missing
-from .source import Rows, SkippedImage, Source
-from .splits import SPLIT_COLUMN, TEST, TRAIN, UNLABELED, VALIDATION, choose_split, find_splits, kind_of, split_kinds
+from .source import Rows, SkippedImage, Source, listed
+from .splits import (
+    TEST,
+    TRAIN,
+    UNLABELED,
+    VALIDATION,
+    choose_split,
+    find_split_column,
+    find_splits,
+    kind_of,
+    split_kinds,
+)
 
 
-def split_by_column(source: Source) -> None:
-    """Make splits of a single table whose column "split" names them."""
-    rows = next(iter(source.splits.values()))
-    if len(source.splits) > 1 or not isinstance(rows, Dataset) or SPLIT_COLUMN not in rows.features:
+def split_by_column(source: Source, named: set[str], label_column_name: str | None) -> None:
+    """Make splits of a single table with a column that names them.
+
+    Raises:
+        InputError: If the column "split" has values that name no split, and none of them is `named`.
+    """
+    own, rows = next(iter(source.splits.items()))
+    if len(source.splits) > 1 or not isinstance(rows, Dataset):
         return
-    values = rows.with_format("numpy", columns=[SPLIT_COLUMN])[:][SPLIT_COLUMN]
-    names = [str(name) for name in dict.fromkeys(values.tolist())]
-    if len(names) > 1 and len(split_kinds(names)) == len(names):
-        source.splits = {name: rows.select(np.flatnonzero(values == name)) for name in names}
-        source.layout += f', split by column "{SPLIT_COLUMN}"'
+    columns = [name for name, feature in rows.features.items() if name != label_column_name and may_name(feature)]
+    column = find_split_column(columns, lambda name: named_rows(rows, name)[0])
+    if column is None:
+        return
+    values, codes = named_rows(rows, column)
+    names = list(dict.fromkeys(values))
+    strangers = [name for name in names if name not in split_kinds(names)]
+    if len(names) < 2 or (own in named and own not in names):
+        return
+    if strangers and not named & set(names):
+        unused = "" if own in names else f"; if they are no splits, give `train_split={own}`"
+        raise InputError(
+            f"Column {column!r} holds {listed(map(repr, names))}, and no split is called "
+            f"{listed(map(repr, strangers))}. Give each row train, validation or test, or name those that you use: "
+            f"`train_split={names[0]}` `eval_split={names[1]}`{unused}."
+        )
+    rows = rows.remove_columns(column)
+    source.splits = {
+        name: rows.select(np.flatnonzero(np.isin(codes, [i for i, value in enumerate(values) if value == name])))
+        for name in names
+    }
+    source.layout += f", split by column {column!r}"
 
 
 def choose_roles(source: Source, train_split: str | None, eval_split: str | None) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ..errors import InputError
 
@@ -82,6 +82,23 @@ def choose_split(names: Iterable[str], kind: str, parameter: str) -> str | None:
             f"Several splits could be the {kind} split: {', '.join(found)}. Choose one: `{parameter}={found[0]}`."
         )
     return found[0] if found else None
+
+
+def find_split_column(columns: Collection[str], values_of: Callable[[str], Collection[str]]) -> str | None:
+    """Find the column that says which split a row belongs to: "split", else one whose values all name splits.
+
+    The latter has train and another split, and is not called "label" or "labels", where these may be classes.
+    `values_of` gives the different values of a column.
+    """
+    own = next((name for name in columns if name.casefold() == SPLIT_COLUMN), None)
+    others = (name for name in columns if name not in ("label", "labels") and _are_splits(values_of(name)))
+    return own or next(others, None)
+
+
+def _are_splits(names: Collection[str]) -> bool:
+    # Of many captions, the first is none.
+    kinds = split_kinds(names) if all(map(kind_of, names)) else {}
+    return len(kinds) == len(names) and TRAIN in kinds.values() and len(set(kinds.values())) > 1
 
 
 def kind_of(name: str) -> str | None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..errors import printable
 from .columns import label_indices
-from .names import code_points, same_looks, seems_missing, similar_looks
+from .names import code_points, joined, same_looks, seems_missing, similar_looks
 from .source import Rows, Source, count_of, listed
 
 # So many classes are written one by one.
@@ -92,5 +92,10 @@ def odd_classes(names: list[str], counts: NDArray[np.int64] | None) -> Iterator[
     for name in names:
         if name != name.strip():
             yield f"class {name!r}{size(name)}, begins or ends with a space."
+    if several := joined(names):
+        yield (
+            f"{count_of(len(several), 'class')} may be several labels an image, such as {several[0]!r}: each is "
+            "trained as a class of its own."
+        )
     for group in [*same_looks(names), *similar_looks(names)]:
         yield f"classes look alike: {', '.join(code_points(name) + size(name) for name in group[:4])}."

@@ -317,9 +317,40 @@ def test_an_unknown_class_is_told_with_what_it_looks_like(tree):
         load_splits(data_dir=tree("train/Cat", "train/dog", "val/cat"))
 
 
-@pytest.mark.parametrize("name", ["nan", "None", "NA", "null"])
+@pytest.mark.parametrize("name", ["nan", "None", "NA", "null", "-1"])
 def test_classes_that_may_be_missing_labels_are_said(tree, name):
     assert (
         f"class '{name}', 4 images, is taken for a class"
         in load_splits(data_dir=tree(*of("train val", f"cat {name}"))).describe()
     )
+
+
+@pytest.mark.parametrize("name", ["cat, dog", "dog cat", "cat+dog", "['cat', 'dog']"])
+def test_classes_that_may_be_several_labels_are_said(tree, name):
+    said = load_splits(data_dir=tree("cat", "dog", name)).describe()
+    assert f"1 class may be several labels an image, such as {name!r}: each is trained as a class" in said
+
+
+@pytest.mark.parametrize("name", ["polar bear", "cat bird", "cat/2019", "a-b"])
+def test_other_names_of_several_words_are_not(tree, name):
+    assert "several labels" not in load_splits(data_dir=tree("cat", "dog", name)).describe()
+
+
+REPEATED = {
+    "a_copy_inside": (["cat", "dog", "photos/cat", "photos/dog"], "CLASS"),
+    "of_one_class": (["cat", "dog", "new/cat"], "CLASS"),
+    "in_a_split": (["train/cat", "train/dog", "train/test/cat", "val/cat", "val/dog"], "SPLIT/CLASS"),
+}
+
+
+@pytest.mark.parametrize(("folders", "layout"), REPEATED.values(), ids=REPEATED)
+def test_folders_of_the_classes_beside_them_are_refused(tree, folders, layout):
+    root = tree(*folders)
+    with pytest.raises(InputError, match=f"holds cat.*, as the classes beside it.*`data_layout={layout}`"):
+        load_splits(data_dir=root)
+    assert len(load_splits(data_dir=root, data_layout=layout).class_names) == 3
+
+
+@pytest.mark.parametrize("folders", [["cat/cat", "dog/dog"], ["cat", "cat/dog", "dog"]], ids=["same_name", "files"])
+def test_folders_in_a_class_with_images_are_of_it(tree, folders):
+    assert load_splits(data_dir=tree(*folders)).class_names == ["cat", "dog"]

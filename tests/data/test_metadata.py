@@ -235,6 +235,38 @@ def test_a_column_names_splits(folder, names):
     }
 
 
+@pytest.mark.parametrize("column", ["Split", "subset"])
+def test_a_column_takes_precedence_over_folders(folder, column):
+    """All images may lie in a folder called train."""
+    rows = [(f"train/{i}.jpg", "ab"[i % 2], "train" if i < 8 else "val") for i in range(12)]
+    text = f"file_name,label,{column}\n" + "".join(f"{','.join(row)}\n" for row in rows)
+    splits = load_splits(data_dir=folder(text, [row[0] for row in rows]))
+    assert [len(part) for part in (splits.train, splits.validation)] == [8, 4]
+
+
+def test_a_row_without_a_split_belongs_to_its_folder(folder):
+    rows = [(f"{'test' if i < 4 else 'train'}/{i}.jpg", "ab"[i % 2], "val" if i > 9 else "") for i in range(12)]
+    text = "file_name,label,split\n" + "".join(f"{','.join(row)}\n" for row in rows)
+    splits = load_splits(data_dir=folder(text, [row[0] for row in rows]))
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [6, 2, 4]
+
+
+def test_an_image_in_two_splits_is_refused(folder):
+    text = "file_name,label,split\n0.jpg,a,train\n1.jpg,b,train\n2.jpg,a,test\n3.jpg,b,test\n0.jpg,a,test\n"
+    with pytest.raises(InputError, match=r"0\.jpg has two splits: 'train' in row 1 .* and 'test' in row 5"):
+        load_splits(data_dir=folder(text, [f"{i}.jpg" for i in range(4)]))
+
+
+@pytest.mark.parametrize("missing", ["", "extra"])
+def test_a_row_of_no_split_is_refused(folder, missing):
+    words = ["train", "train", "val", missing]
+    text = "file_name,label,split\n" + "".join(f"{i}.jpg,{'ab'[i % 2]},{words[i % 4]}\n" for i in range(8))
+    data = folder(text, [f"{i}.jpg" for i in range(8)])
+    with pytest.raises(InputError, match=rf"Column 'split' holds .*, and no split is called '{missing}'"):
+        load_splits(data_dir=data)
+    assert len(load_splits(data_dir=data, train_split="train", eval_split="val").validation) == 2
+
+
 def test_a_space_around_a_label_is_said(folder):
     text = "file_name, label\n" + "".join(f"{i}.jpg, {'ab'[i % 2]}\n" for i in range(4))
     assert (

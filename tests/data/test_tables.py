@@ -154,13 +154,64 @@ def test_a_card_that_lists_the_files_of_splits_is_followed(tmp_path):
     assert len(splits.train) + len(splits.validation) == len(splits.test) == 6
 
 
-@pytest.mark.parametrize(("column", "expected"), [("split", True), ("part", False)])
-def test_a_column_names_the_splits_of_a_table(column, expected):
+def table_with(column, values, feature, label=CAT_DOG):
     images = [{"bytes": b"%d" % i, "path": None} for i in range(12)]
-    rows = {"image": images, "label": [0, 1] * 6, column: (["train"] * 2 + ["test", "dev"]) * 3}
-    features = Features({"image": Image(decode=False), "label": CAT_DOG, column: Value("string")})
-    splits = split_dataset(Dataset.from_dict(rows, features=features))
-    assert (len(splits.train), splits.test and len(splits.test)) == ((6, 3) if expected else (10, None))
+    features = Features({"image": Image(decode=False), "label": label, column: feature})
+    return Dataset.from_dict({"image": images, "label": [0, 1] * 6, column: values * 3}, features=features)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "feature"),
+    [
+        ("split", ["train", "train", "test", "dev"], Value("string")),
+        ("Split", ["train", "train", "test", "dev"], Value("string")),
+        ("subset", ["Training", "Training", "Test", "Validation"], Value("large_string")),
+        ("split", [2, 2, 0, 1], ClassLabel(names=["test", "val", "train"])),
+        ("part", [2, 2, 0, 1], ClassLabel(names=["test", "val", "train"])),
+    ],
+)
+def test_a_column_names_the_splits_of_a_table(column, values, feature):
+    splits = split_dataset(table_with(column, values, feature, Value("int64")))
+    assert [len(part) for part in (splits.train, splits.validation, splits.test)] == [6, 3, 3]
+    assert splits.class_names == ["0", "1"]
+    assert [image["bytes"] for image in splits.test["image"]] == [b"2", b"6", b"10"]
+
+
+@pytest.mark.parametrize(
+    ("values", "feature", "options", "sizes"),
+    [
+        (["train", "train", "val", None], Value("string"), {"eval_split": "val"}, (6, 3)),
+        (["train", "train", "val", "extra"], Value("string"), {"train_split": "train", "eval_split": "val"}, (6, 3)),
+        ([0, 0, 1, 2], Value("int8"), {"train_split": "0", "eval_split": "1"}, (6, 3)),
+        ([0, 0, 1, 2], Value("int8"), {"train_split": "train"}, (10, 2)),
+    ],
+)
+def test_a_column_that_names_other_splits_is_refused_with_a_command(values, feature, options, sizes):
+    table = table_with("split", values, feature)
+    with pytest.raises(InputError, match=r"Column 'split' holds .* no split is called .*`train_split="):
+        split_dataset(table)
+    splits = split_dataset(table, **options)
+    assert (len(splits.train), len(splits.validation)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("column", "values"), [("label", ["train", "test"]), ("kind", ["train", "test"]), ("day", ["monday", "train"])]
+)
+def test_a_column_of_labels_or_other_names_is_no_split(column, values):
+    images = [{"bytes": b"%d" % i, "path": None} for i in range(20)]
+    table = Dataset.from_dict({"image": images, column: values * 10}).cast_column("image", Image(decode=False))
+    splits = split_dataset(table, label_column_name=column)
+    assert (len(splits.train), splits.class_names) == (16, sorted(values))
+
+
+def test_a_label_beside_another_class_label_is_ambiguous():
+    table = table_with("source", [0, 1, 1, 0], ClassLabel(names=["web", "camera"]), Value("int64"))
+    with pytest.raises(InputError, match=r"label: label, source.*`label_column_name=label`"):
+        split_dataset(table)
+    assert split_dataset(table, label_column_name="label").class_names == ["0", "1"]
+    # Of splits that lie apart, a column "split" is no label.
+    table = table_with("split", [1, 1, 1, 0], ClassLabel(names=["val", "train"]), Value("int64"))
+    assert split_dataset({"train": table, "val": table}).class_names == ["0", "1"]
 
 
 @pytest.mark.parametrize("second", [CAT_DOG, DOG_CAT])
