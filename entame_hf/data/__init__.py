@@ -1,7 +1,7 @@
 """Datasets in, batches out."""
 
 from .augmentation import AUGMENTATIONS, Augmentation
-from .batches import BatchDataset, BatchLoader, batch_loader, to_device
+from .batches import BatchDataset, BatchLoader, batch_loader, for_evaluation, to_device
 from .build import BuiltDatasets, build_datasets, channel_statistics
 from .columns import balanced_class_weights, stratified_rows
 from .dataset import ClassificationDataset
@@ -53,6 +53,7 @@ __all__ = [
     "evaluation_transform",
     "find_duplicates",
     "fingerprint",
+    "for_evaluation",
     "known_labels",
     "load_splits",
     "open_dataset",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 from .stream_rows import StreamRows
 
@@ -51,6 +51,10 @@ class BatchDataset(Dataset):
     def gather_unreadable(self) -> None:
         """Count the images that no rank could read, for the whole job. To be called in all ranks."""
 
+    def for_evaluation(self) -> BatchDataset:
+        """Give the same images as evaluation sees them; by default there is no difference."""
+        return self
+
     @contextmanager
     def evaluation_view(self) -> Iterator[BatchDataset]:
         """Show the same images as evaluation sees them; by default there is no difference."""
@@ -59,6 +63,13 @@ class BatchDataset(Dataset):
     def finish(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
         """Turn what was read into a model's input on a device."""
         raise NotImplementedError
+
+
+def for_evaluation(dataset: Any) -> Any:
+    """Give a dataset, or a subset of one, as evaluation sees its images; another's dataset as it is."""
+    if isinstance(dataset, Subset):
+        return Subset(for_evaluation(dataset.dataset), dataset.indices)
+    return dataset.for_evaluation() if isinstance(dataset, BatchDataset) else dataset
 
 
 class PendingBatch:

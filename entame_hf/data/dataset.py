@@ -166,12 +166,22 @@ class ClassificationDataset(PipelineDataset):
         other._workers = other._new_workers()
         return other
 
-    @contextmanager
-    def evaluation_view(self) -> Iterator[ClassificationDataset]:
-        """Show the same images as evaluation sees them, with stand-ins labelled -100; cache and flags are shared."""
+    def for_evaluation(self) -> ClassificationDataset:
+        """Give the same images as evaluation sees them: without augmentation, labelled by their largest share."""
+        view = self if self.evaluation else self._without_augmentation()
+        view._targets = self.labels
+        return view
+
+    def _without_augmentation(self) -> ClassificationDataset:
         view = copy.copy(self)
         view.pipeline = self.pipeline.for_evaluation()
         view.evaluation, view._workers = True, view._new_workers()
+        return view
+
+    @contextmanager
+    def evaluation_view(self) -> Iterator[ClassificationDataset]:
+        """Show the same images as evaluation sees them, with stand-ins labelled -100; cache and flags are shared."""
+        view = self._without_augmentation()
         try:
             yield view
         finally:

@@ -155,14 +155,20 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         batch.ratios.copy_(source[0].ratios[chosen])
         return source[1][chosen]
 
-    @contextmanager
-    def evaluation_view(self) -> Iterator[StreamingDataset]:
-        """Show the same stream as evaluation sees its images: without augmentation, and stand-ins labelled -100."""
+    def for_evaluation(self) -> StreamingDataset:
+        """Give the same stream as evaluation sees its images: without augmentation, and stand-ins labelled -100."""
+        if self.evaluation:
+            return self
         view = copy.copy(self)
         view.pipeline = self.pipeline.for_evaluation()
         # What it reads is read again in training, and counts there.
         view.evaluation, view.unreadable = True, UnreadableNames(self.pipeline.num_classes)
-        yield view
+        return view
+
+    @contextmanager
+    def evaluation_view(self) -> Iterator[StreamingDataset]:
+        """Show the same stream as evaluation sees its images."""
+        yield self.for_evaluation()
 
     def _add_unreadable(self, item: dict[str, Any], error: UnreadableImageError) -> None:
         # Shuffled rows are numbered anew in each pass.

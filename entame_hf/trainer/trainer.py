@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import EntameConfig
-from ..data import BatchDataset
+from ..data import BatchDataset, for_evaluation
 from ..files import explained_write_errors, write_file
 from ..heads import TIMM_PREFIX, Head, find_heads
 from ..patch import as_transformers
@@ -232,14 +232,14 @@ class EntameTrainer(Trainer):
         sets: Any = self.eval_dataset
         dataset = sets if eval_dataset is None else eval_dataset
         dataset = sets[dataset] if isinstance(dataset, str) else dataset
-        if isinstance(dataset, BatchDataset):
+        if isinstance(dataset, BatchDataset | Subset):
             return self.get_test_dataloader(dataset)
         with temporarily(self.args, dataloader_drop_last=False):
             return count_stream(super().get_eval_dataloader(eval_dataset))
 
-    # As for the evaluation.
+    # As for the evaluation. And images that are trained on are not augmented here.
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        args = self.args
+        args, test_dataset = self.args, for_evaluation(test_dataset)
         if isinstance(test_dataset, BatchDataset):
             sampler = self._get_eval_sampler(test_dataset)
             loader, _ = prepared_loader(test_dataset, args.eval_batch_size, sampler, args, self.accelerator)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import RandomImages
 from PIL import Image
+from torch.utils.data import Subset
 from transformers import ViTImageProcessor
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
@@ -246,6 +247,28 @@ def test_accumulation_and_evaluation_see_every_image(folder, tiny_vit, tmp_path)
     each.train()
     assert sorted(torch.cat([batch["labels"] for batch in each.seen]).tolist()) == sorted(data.labels.tolist())
     assert each.predict(data).label_ids.tolist() == data.labels.tolist()
+
+
+@pytest.mark.parametrize("name", ["flip", "random_resized_crop"])
+def test_images_to_train_on_are_evaluated_without_augmentation(folder, tiny_vit, tmp_path, name):
+    rows, crops = table_of(folder), name == "random_resized_crop"
+    preparation = Preparation(PROCESSOR, exact=False, whole=crops)
+    data = ClassificationDataset(rows, "image", "label", preparation, Augmentation(name, mixup_alpha=0.4))
+    held = ClassificationDataset(rows, "image", "label", Preparation(PROCESSOR, exact=False), evaluation=True)
+    args = EntameTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    trainer = EntameTrainer(tiny_vit, args, train_dataset=data, eval_dataset={"all": data, "held": held})
+    expected, chosen = trainer.predict(held), [5, 0, 44]
+    for found, wanted in (
+        (trainer.predict(data), expected.predictions),
+        # What `random_split` sets aside of the images to train on.
+        (trainer.predict(Subset(data, chosen)), expected.predictions[chosen]),
+    ):
+        # Crops are taken of an image that was resized before.
+        np.testing.assert_allclose(found.predictions, wanted, atol=0.1 if crops else 1e-6)
+        assert found.label_ids.dtype == np.int64
+    metrics = trainer.evaluate()
+    assert metrics["eval_all_loss"] == pytest.approx(metrics["eval_held_loss"], abs=0.1 if crops else 1e-6)
+    assert data[0]["labels"].shape == (10,)
 
 
 def test_other_datasets_go_trainers_way(tiny_vit, tmp_path):
