@@ -81,6 +81,8 @@ def load_classifier(
         logger.warning(f"{name} is a model of {kind}: it is trained with cross-entropy, one label per image.")
     if known != names and not {name.rpartition(".")[0] for name in _not_loaded(report)} & set(heads):
         _match_head(model, known, names, keeps_head)
+    elif keeps_head and known != names and set(known) & set(names):
+        _warn_of_new_head(known, names)
     return model, processor
 
 
@@ -162,10 +164,14 @@ def _match_head(model: PreTrainedModel, known: list[str], names: list[str], keep
         return
     fold_entame(apply_entame(model, EntameConfig.for_method("keep"), num_labels=len(names)))
     if keeps_head:
-        logger.warning(
-            f"The checkpoint's classes are {shorten_names(known)}, and the data's {shorten_names(names)}: the head "
-            "starts anew."
-        )
+        _warn_of_new_head(known, names)
+
+
+def _warn_of_new_head(known: list[str], names: list[str]) -> None:
+    logger.warning(
+        f"The checkpoint's classes are {shorten_names(known)}, and the data's {shorten_names(names)}: the head starts "
+        "anew."
+    )
 
 
 def shorten_names(names: list[str], most: int = 3) -> str:

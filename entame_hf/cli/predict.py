@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
             raise InputError(f"`output` cannot be a file ({getattr(odd, 'strerror', odd)}). Give another.") from odd
         if taken:
             raise InputError(f"`output={file}` exists. Replace it (`overwrite`) or give another file.")
-        files = _image_files(given["folder"])
+        files, shown = _image_files(given["folder"])
         model, processor = load_trained(
             given["model"], revision=args.model_revision, trust_remote_code=args.trust_remote_code
         )
@@ -78,10 +78,10 @@ def main(argv: list[str]) -> None:
         probabilities, unreadable = predict(model, processor, files, args.batch_size, device, bar.update)
         bar.close()
         if len(unreadable) == len(files):
-            raise InputError(f"None of {len(files):,} files could be read: {files[0]} ({unreadable[0][1]}).")
-        write_text(file, predictions_csv(files, probabilities, unreadable, class_names(model.config), args.top_k))
-    for path, error in unreadable.values():
-        print(f"not read: {path} ({error})", file=sys.stderr)
+            raise InputError(f"None of {len(files):,} files could be read: {shown[0]} ({unreadable[0][1]}).")
+        write_text(file, predictions_csv(shown, probabilities, unreadable, class_names(model.config), args.top_k))
+    for row, (_, error) in unreadable.items():
+        print(f"not read: {shown[row]} ({error})", file=sys.stderr)
     rate = len(files) / (time.monotonic() - start)
     print(
         f"{len(files) - len(unreadable):,} images predicted, {len(unreadable):,} not read: {file} "
@@ -175,11 +175,16 @@ def predictions_csv(
     return text.getvalue()
 
 
-def _image_files(folder: str) -> list[str]:
-    """List the images of a folder or zip file, and of all folders in it."""
+def _image_files(folder: str) -> tuple[list[str], list[str]]:
+    """List the images of a folder or zip file, and of all folders in it: their paths, and how these are shown."""
     if os.path.isfile(folder) and not zipfile.is_zipfile(folder):
-        return [folder]
-    files = open_folder(folder).images()
+        files = shown = [folder]
+    else:
+        root = open_folder(folder)
+        files = root.images()
+        # A zip file is unpacked elsewhere.
+        shown = [path.replace(root.path, os.path.abspath(os.path.expanduser(folder)), 1) for path in files]
     if not files:
         raise InputError(f"{folder} holds no image. Give a folder of images.")
-    return files
+    # A name need not be UTF-8.
+    return files, [path.encode(errors="backslashreplace").decode() for path in shown]

@@ -110,11 +110,22 @@ def _lock(folder: Path, shared: bool = False, wait: bool = True) -> int | None:
 def _extract(path: str, folder: str, max_unzipped_gb: float | None) -> None:
     with zipfile.ZipFile(path) as archive:
         members = [member for member in archive.infolist() if _is_wanted(archive, member)]
+        for member in members:
+            member.filename = _read_name(member)
         needed, free = sum(member.file_size for member in members), shutil.disk_usage(folder).free
         _check_size(path, needed, max_unzipped_gb)
         if needed > free:
             raise OSError(f"it holds {needed / 1e9:.1f} GB and {folder} has room for {free / 1e9:.1f} GB")
         archive.extractall(folder, members)
+
+
+def _read_name(member: zipfile.ZipInfo) -> str:
+    """Read a name as UTF-8 where it can be: macOS writes it so and does not say so, and zipfile takes it for CP437."""
+    says_so = member.flag_bits & 0x800
+    try:
+        return member.filename if says_so else member.filename.encode("cp437").decode()
+    except UnicodeError:
+        return member.filename
 
 
 def _is_wanted(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:

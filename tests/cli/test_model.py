@@ -145,3 +145,20 @@ def test_a_head_is_kept_for_its_own_classes_alone(folder, names, keeps, message,
     assert message in caplog.text
     assert bool(message) == bool(caplog.text)
     assert [model.config.id2label[i] for i in range(3)] == NAMES
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a", "b"], "The checkpoint's classes are a, b, c, and the data's a, b: the head starts anew"),
+        (["a", "b", "c", "d"], "the data's a, b, c, ...: the head starts anew"),
+        (["x", "y"], ""),
+    ],
+    ids=["fewer", "more", "others"],
+)
+def test_a_head_of_another_number_of_the_same_classes_is_said_to_start_anew(folder, names, message, caplog):
+    with_classes(folder, NAMES)
+    caplog.clear()
+    load_classifier(str(folder), names, keeps_head=True)
+    assert message in caplog.text
+    assert bool(message) == bool(caplog.text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 import shutil
+import zipfile
 
 import pytest
 from cli_folders import hf_folder, photos, timm_folder  # noqa: F401
@@ -47,6 +49,27 @@ def test_unreadable_images_are_named(tmp_path, photos, hf_folder, capsys):  # no
     printed = capsys.readouterr()
     assert "118 images predicted, 2 not read" in printed.out
     assert all(name in printed.err for name in failed)
+
+
+def test_images_are_named_where_they_lie(tmp_path, photos, hf_folder):  # noqa: F811
+    """In a zip file, which is unpacked elsewhere, and by names that are not UTF-8."""
+    folder, odd = tmp_path / "odd", os.fsdecode(b"caf\xe9.png")
+    folder.mkdir()
+    shutil.copy(photos / "red" / "0.png", folder / odd)
+    shutil.copy(photos / "red" / "0.png", folder / "two\nlines.png")
+    with zipfile.ZipFile(tmp_path / "some.zip", "w") as archive:
+        archive.write(photos / "red" / "0.png", "a/é.png")
+    found = []
+    for given in (folder, tmp_path / "some.zip"):
+        options = ["--output", str(tmp_path / "p.csv"), "--use_cpu", "--overwrite"]
+        predict.main([str(hf_folder), str(given), *options])
+        found += rows_of(tmp_path / "p.csv")
+    assert [os.path.relpath(row["file"], tmp_path) for row in found] == [
+        "odd/caf\\udce9.png",
+        "odd/two\nlines.png",
+        "some.zip/a/é.png",
+    ]
+    assert all(row["label"] and not row["error"] for row in found)
 
 
 @pytest.mark.parametrize(

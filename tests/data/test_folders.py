@@ -243,6 +243,22 @@ def test_a_zip_has_its_labels_in_a_file(tmp_path, monkeypatch):
     assert classes(read(write_zip(tmp_path / "photos.zip", members))) == ["cat", "dog"]
 
 
+@pytest.mark.parametrize(("encoding", "says_so"), [("utf-8", True), ("utf-8", False), ("cp437", False)])
+@pytest.mark.parametrize("labels", ["folders", "metadata"])
+def test_the_names_in_a_zip_are_read_as_they_were_written(tmp_path, monkeypatch, encoding, says_so, labels):
+    """macOS does not say that it writes UTF-8, and Windows writes CP437."""
+    monkeypatch.setattr(archives, "cache_folder", lambda: tmp_path / "cache")
+    members = {f"{name}/{name}{i}.jpg": JPEG for name in ("café", "thé") for i in range(2)}
+    if labels == "metadata":
+        text = "file_name,label\n" + "".join(f"{name},{name[:3]}\n" for name in members)
+        members |= {"metadata.csv": text.encode()}
+    with monkeypatch.context() as context:
+        if not says_so:
+            context.setattr(zipfile.ZipInfo, "_encodeFilenameFlags", lambda self: (self.filename.encode(encoding), 0))
+        file = write_zip(tmp_path / "photos.zip", members)
+    assert classes(read(file)) == (["café", "thé"] if labels == "folders" else ["caf", "thé"])
+
+
 def test_a_zip_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     write_zip(tmp_path / "broken.zip", {"a/1.jpg": b"0" * 1000})
