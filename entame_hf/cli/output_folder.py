@@ -66,7 +66,7 @@ def check_output_dir(args: TrainingArguments, model: str | None = None, *data: s
     """Make sure that a run may write to its output folder, and that it replaces no other run and nothing it reads."""
     folder = Path(str(args.output_dir))
     check_writable(folder)
-    if args.resume_from_checkpoint is not None:
+    if _resumes_here(args):
         return
     left = _left_behind(folder)
     if left and not getattr(args, "overwrite", False):
@@ -83,6 +83,14 @@ def check_output_dir(args: TrainingArguments, model: str | None = None, *data: s
     for name in (model, *data):
         if left and name and Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
             raise InputError(f"`overwrite` would remove {name}, which this run reads. Give another `output_dir`.")
+
+
+def _resumes_here(args: TrainingArguments) -> bool:
+    """Tell whether a run resumes from a checkpoint of its output folder."""
+    asked = args.resume_from_checkpoint
+    if asked is None or asked.lower() in ("last", "true"):
+        return asked is not None
+    return Path(asked).resolve().is_relative_to(Path(str(args.output_dir)).resolve())
 
 
 def _left_behind(folder: Path) -> list[Path]:
@@ -131,7 +139,9 @@ class ClaimFolder(TrainerCallback):
 
     def _replace(self, args: Any) -> None:
         if args.resume_from_checkpoint is not None:
-            save_options(self.folder, used_options(self.options, args))
+            self.options = used_options(self.options, args)
+        if _resumes_here(args):
+            save_options(self.folder, self.options)
             return
         for path in _left_behind(self.folder):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

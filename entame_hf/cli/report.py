@@ -12,7 +12,7 @@ from ..data import Splits, StreamingDataset, count_of, find_duplicates, output_s
 from ..files import write_file
 from ..patch import class_names
 from ..trainer import EntameTrainer, last_intact_checkpoint
-from .console import best_evaluation, duration, say, scores
+from .console import duration, say, scores
 from .output_folder import BATCH_FILE, RUN_FILE
 
 
@@ -82,10 +82,10 @@ def report_images(folder: Path, data: dict[str, Any], splits: Splits) -> None:
 def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds: float) -> str:
     """Say what a run made, how good it is, and what to type next."""
     args, state, folder = trainer.args, trainer.state, str(trainer.args.output_dir)
-    best = best_evaluation(state.log_history, args)
-    weights = f"the last ones, of step {state.global_step:,}"
-    if args.load_best_model_at_end and best:
-        weights = f"the best ones, of epoch {best['epoch']:.3g} (step {best['step']:,})"
+    weights, step = f"the last ones, of step {state.global_step:,}", trainer.evaluations.loaded_step
+    if step is not None:
+        epoch = next(entry["epoch"] for entry in state.log_history if entry["step"] == step and "epoch" in entry)
+        weights = f"the best ones, of epoch {epoch:.3g} (step {step:,})"
     lines = [
         f"\nDone in {duration(seconds)}: {count_of(state.global_step, 'step')}, "
         f"{count_of(state.epoch or 0, 'epoch', '.3g')}.",

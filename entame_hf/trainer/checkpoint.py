@@ -207,16 +207,17 @@ def _note_trained(model: nn.Module, folder: str | Path) -> None:
         set_trained(model)
 
 
-def load_trained(model: nn.Module, folder: str | Path, load: Callable[[], None], sharded: bool) -> None:
-    """Load a checkpoint's model and its unfolded heads.
+def load_trained(trainer: Any, folder: str | Path, load: Callable[[], None]) -> None:
+    """Load a checkpoint's model and its unfolded heads into a trainer's model.
 
     `load` loads by Trainer's means, where there is no better way. A sharded model is saved and loaded as it trains.
 
     Raises:
         InputError: the checkpoint is damaged, or holds another model.
     """
+    model = trainer.model
     try:
-        if sharded:
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             load()
             _note_trained(model, folder)
             return

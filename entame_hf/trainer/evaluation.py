@@ -119,7 +119,8 @@ class Evaluations(TrainerCallback):
 
     def __init__(self) -> None:
         self._observed: dict[int, dict[str, Any]] = {}
-        self._loaded_step: int | None = None
+        # The best checkpoint's, if the model holds its weights.
+        self.loaded_step: int | None = None
 
     def observe(self, output: EvalLoopOutput, state: TrainerState) -> None:
         """Count the predictions of an evaluation by class, and find the errors that the model is most confident of."""
@@ -143,7 +144,7 @@ class Evaluations(TrainerCallback):
     # After the best checkpoint was loaded, unless somebody had removed it.
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        self._loaded_step = state.best_global_step if best is not None and Path(best).is_dir() else None
+        self.loaded_step = state.best_global_step if best is not None and Path(best).is_dir() else None
 
     def current(self, state: TrainerState) -> Evaluation:
         """Find what is known of the weights that the model holds.
@@ -153,7 +154,7 @@ class Evaluations(TrainerCallback):
         """
         history = state.log_history
         ended = max((index for index, entry in enumerate(history) if "train_runtime" in entry), default=None)
-        best = None if ended is None else self._loaded_step
+        best = None if ended is None else self.loaded_step
         since = [entry for entry in history[(ended or 0) :] if evaluation_metrics(entry)]
         before = [entry for entry in history if evaluation_metrics(entry) and best in (None, entry["step"])]
         chosen = since or before

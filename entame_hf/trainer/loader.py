@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
-from transformers import TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..data import BatchDataset, BatchLoader, batch_loader, to_device
@@ -61,22 +59,6 @@ def prepared_loader(
     return prepared, maker
 
 
-def place_in_stream(trainer: Any, checkpoint: str) -> tuple[int, int] | None:
-    """Skip what a checkpoint's run has read of a stream: passes that had ended, and batches of the one that had not.
-
-    None if the trainer reads no stream of batches, which have no row numbers.
-    """
-    if not (isinstance(trainer.train_dataset, BatchDataset) and isinstance(trainer.train_dataset, IterableDataset)):
-        return None
-    state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-    # As Trainer counts: whole passes, and batches of this one over those of the run.
-    epoch = state.epoch or 0.0
-    passes = max(math.ceil(epoch) - 1, 0)
-    batches = round((epoch - passes) * state.max_steps * trainer.args.gradient_accumulation_steps)
-    trainer.batch_maker.skip(batches)
-    return passes, batches
-
-
 def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_differ: bool) -> Any:
     """Compute the mean number of examples of a step's micro-batches; None if all have the same size.
 
@@ -92,6 +74,28 @@ def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_diff
     if not parts_differ:
         return mean
     return accelerator.reduce(to_device(torch.tensor(mean, dtype=torch.float64), accelerator.device), "mean")
+
+
+def whole_step(batches: list[Any], trainer: Any) -> list[Any]:
+    """Leave out the micro-batches at the end of a stream that do not fill an optimizer step.
+
+    Trainer would add their gradient to the first step of the next pass.
+
+    Raises:
+        InputError: the stream fills no step at all.
+    """
+    number, dataset = trainer.args.gradient_accumulation_steps, trainer.train_dataset
+    if len(batches) in (0, number) or not isinstance(dataset, IterableDataset) or has_length(dataset):
+        return batches
+    if trainer.state.global_step == 0:
+        raise InputError(
+            f"The stream has fewer batches ({len(batches)}) than a step takes. Set "
+            f"`gradient_accumulation_steps={len(batches)}` at most, or a smaller `per_device_train_batch_size`."
+        )
+    logger.warning_once(
+        f"A pass over the stream ends within a step of {number} batches: its last {len(batches)} are not trained on."
+    )
+    return []
 
 
 def has_batch_norm(model: nn.Module) -> bool:

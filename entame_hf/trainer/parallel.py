@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from ..config import EntameConfig
@@ -149,9 +150,10 @@ def check_sharding(
         )
 
 
-def check_optimizer(accelerator: Accelerator, optimizer: Optimizer) -> None:
-    """Refuse an optimizer without state under FSDP: torch could not restore it."""
-    if getattr(accelerator.state, "fsdp_plugin", None) is None or not isinstance(optimizer, SGD):
+def check_optimizer(args: TrainingArguments, accelerator: Accelerator, optimizer: Optimizer) -> None:
+    """Refuse an optimizer without state under FSDP if checkpoints are saved: torch could not restore it."""
+    sharded = getattr(accelerator.state, "fsdp_plugin", None) is not None
+    if args.save_strategy == SaveStrategy.NO or not sharded or not isinstance(optimizer, SGD):
         return
     if not any(group["momentum"] for group in optimizer.param_groups):
         raise InputError(

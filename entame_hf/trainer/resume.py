@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
@@ -215,7 +215,7 @@ def written_whole(trainer: Any, folder: Path) -> Iterator[None]:
 
 
 def _forget_place(file: Path) -> None:
-    """Remove this machine's path of the best checkpoint; [`ResumeCheck`] finds it by its step."""
+    """Remove this machine's path of the best checkpoint; [`restore_state`] finds it by its step."""
     state = json.loads(file.read_text(encoding="utf-8"))
     write_text(file, json.dumps({**state, "best_model_checkpoint": None}, indent=2, sort_keys=True) + "\n")
 
@@ -235,23 +235,6 @@ def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:
     others = [path for path in _checkpoints(newest.parent) if path.absolute() not in kept]
     for checkpoint in others[: max(0, len(others) + len(kept) - limit)]:
         shutil.rmtree(checkpoint, ignore_errors=True)
-
-
-class ResumeCheck(TrainerCallback):
-    """Say if a resumed run has no step left, and find its best checkpoint: checkpoints do not say where it lies."""
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.global_step and state.global_step >= state.max_steps:
-            logger.warning(
-                f"The checkpoint is at step {state.global_step:,} already, so no step is taken. To train further, set "
-                f"`max_steps` above it, or a larger `num_train_epochs`."
-            )
-        if state.best_model_checkpoint is None and state.best_global_step:
-            best = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-            if best.is_dir():
-                state.best_model_checkpoint = str(best)
-            else:
-                logger.warning(f"The best checkpoint so far, {best.name}, is gone: only a better one can replace it.")
 
 
 def _checkpoints(folder: str | Path) -> list[Path]:

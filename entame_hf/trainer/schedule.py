@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
+from ..data import count_of
 from ..errors import InputError
 
 logger = logging.get_logger(__name__)
@@ -32,6 +33,11 @@ def resolve_ratios(args: TrainingArguments, steps: int) -> Iterator[None]:
     given = warmup, options = args.warmup_steps, args.lr_scheduler_kwargs
     if 0 < warmup < 1:
         args.warmup_steps = min(args.get_warmup_steps(steps), steps - 1)
+    elif warmup >= steps and SchedulerType(args.lr_scheduler_type) not in WITHOUT_WARMUP:
+        logger.warning(
+            f"`warmup_steps={warmup:g}` covers the whole run ({count_of(steps, 'step')}): the learning rate never "
+            "reaches its peak. For a tenth of the steps, set `warmup_steps=0.1`."
+        )
     if isinstance(options, dict) and 0 < options.get(DECAY_STEPS, 0) < 1:
         counted: dict[str, Any] = {**options, DECAY_STEPS: math.ceil(options[DECAY_STEPS] * steps)}
         args.lr_scheduler_kwargs = counted

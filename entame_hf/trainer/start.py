@@ -127,6 +127,17 @@ def drop_gradients(model: nn.Module, heads: list[Head]) -> None:
             parameter.grad = None
 
 
+def forget_training(trainer: Any) -> None:
+    """Forget how often an earlier training tried a batch size, and the optimizer that it built.
+
+    That optimizer knows neither new arguments nor parameters that were unfrozen since. One that the user gave stays.
+    """
+    trainer.attempts = 0
+    # accelerate wraps it.
+    if getattr(trainer.optimizer, "optimizer", trainer.optimizer) is trainer.own_optimizer:
+        trainer.optimizer = None
+
+
 def start_heads(
     model: nn.Module, config: EntameConfig, *, learning_rate: float, seed: int, batch_size: int, accumulation: int = 1
 ) -> None:

@@ -32,15 +32,16 @@ from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
-from .loader import explained_inputs, has_batch_norm, mean_batch_size, place_in_stream, prepared_loader, temporarily
+from .loader import explained_inputs, has_batch_norm, mean_batch_size, prepared_loader, temporarily, whole_step
 from .loss import ClassificationLoss, CustomLoss, LossFilter, read_class_weights, scales_loss
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance
 from .report import try_to_write_card
-from .resume import ResumeCheck, find_checkpoint, written_whole
+from .restore import restore_state
+from .resume import find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
 from .schedule import check_optimizer_options, complete_schedule, explain_optimizer_errors, resolve_ratios
-from .start import check_loaded, check_precision, drop_gradients, prepare_model, resolve_config
+from .start import check_loaded, check_precision, drop_gradients, forget_training, prepare_model, resolve_config
 
 
 class EntameTrainer(Trainer):
@@ -128,12 +129,12 @@ class EntameTrainer(Trainer):
         self.energies, self.head_rates, self.head_fitter = EnergyRecorder(self), HeadRates(self), HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
         own = (self.evaluations, self.head_fitter, self.energies, self.head_rates, FiniteCheck(self))
-        for callback in (ResumeCheck(), PerRankSeedCallback(), TrainedHeadCallback(), *own, CheckpointUploads(self)):
+        for callback in (PerRankSeedCallback(), TrainedHeadCallback(), *own, CheckpointUploads(self)):
             self.add_callback(callback)
         hide_energies(self)
         # What is frozen while train() runs, and how often a batch size was tried in it.
         self.frozen, self.attempts = ExitStack(), 0
-        self.batch_maker, self.parts_differ, self.mean_batch_size = None, False, None
+        self.batch_maker, self.parts_differ, self.mean_batch_size, self.own_optimizer = None, False, None, None
         self.operations: dict[int, int] = {}
 
     # Trainer has no argument for it. Without it, DDP copies all gradients to a buffer and back in every step.
@@ -164,10 +165,10 @@ class EntameTrainer(Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         check_output_folder(self.args)
+        forget_training(self)
         if resume_from_checkpoint:
             resume_from_checkpoint = same_on_all(partial(find_checkpoint, resume_from_checkpoint, self.args))
             self.provenance = check_provenance(self, resume_from_checkpoint)
-        self.attempts = 0
         writes = self.args.should_save and self.args.save_strategy != SaveStrategy.NO
         with locked_output_dir(self.args.output_dir, writes), self.frozen:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -186,22 +187,21 @@ class EntameTrainer(Trainer):
             self.provenance = check_provenance(self, None)
         prepare_model(self, resume_from_checkpoint)
         self.filter_loss, self.operations = LossFilter(), {}
-        epochs, batches = super()._init_training_state(
+        place = super()._init_training_state(
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         # Trainer would log, evaluate and save when the checkpoint's run did.
         self.state.compute_steps(self.args, max_steps)
-        place = place_in_stream(self, resume_from_checkpoint) if resume_from_checkpoint and batches else None
-        return place or (epochs, batches)
+        return restore_state(self, resume_from_checkpoint, place)
 
     # The heads' parameter group must exist before the scheduler reads the groups.
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         ours = self.optimizer is None
         with explain_optimizer_errors(self.args):
-            optimizer = super().create_optimizer(model)
+            optimizer: Any = super().create_optimizer(model)
         check_optimizer_options(self.args, optimizer if ours else None)
-        if self.args.save_strategy != SaveStrategy.NO:
-            check_optimizer(self.accelerator, optimizer)
+        self.own_optimizer = optimizer if ours and self.is_in_train else self.own_optimizer
+        check_optimizer(self.args, self.accelerator, optimizer)
         self.head_rates.assign(optimizer, ours)
         return optimizer
 
@@ -248,7 +248,7 @@ class EntameTrainer(Trainer):
             return count_stream(super().get_test_dataloader(test_dataset))
 
     # A smaller last micro-batch counts by its examples. A run that was killed after its last checkpoint takes no
-    # further step. And accelerate sets the epoch of the sampler and not of the dataset.
+    # further step. Neither does the rest of a stream. And accelerate sets the epoch of the sampler alone.
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -256,6 +256,7 @@ class EntameTrainer(Trainer):
         if self.batch_maker is not None:
             self.batch_maker.set_epoch(int(self.state.epoch or 0))
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = whole_step(batches, self)
         self.mean_batch_size = mean_batch_size(batches, self.accelerator, self.parts_differ)
         return batches, num_items
 
@@ -402,12 +403,11 @@ class EntameTrainer(Trainer):
         self.head_rates.check_resuming(resume_from_checkpoint)
         prepare_resuming(self.model, self.entame_config(), resume_from_checkpoint)
         load = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
-        load_trained(self.model, resume_from_checkpoint, load, self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        load_trained(self, resume_from_checkpoint, load)
 
     # The best model is evaluated here, unfolded, with its own statistics: on_train_end would load it a second time.
     def _load_best_model(self) -> None:
-        folder, sharded = self.state.best_model_checkpoint, self.is_fsdp_enabled or self.is_deepspeed_enabled
-        load_trained(self.model, folder, super()._load_best_model, sharded)
+        load_trained(self, self.state.best_model_checkpoint, super()._load_best_model)
 
     # ---- Hub ----
 

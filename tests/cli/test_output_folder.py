@@ -71,6 +71,32 @@ def test_a_moved_run_is_not_started_in_its_old_place(tmp_path, photos, timm_fold
 
 
 @pytest.mark.runs
+def test_a_run_is_resumed_into_another_folder_and_says_which_weights_it_has(
+    tmp_path,
+    photos,  # noqa: F811
+    timm_folder,  # noqa: F811
+    capsys,
+):
+    # No evaluation is better than the first one.
+    argv = arguments(timm_folder, photos, tmp_path / "a", learning_rate=1e-20, freeze_backbone=True)
+    finetune.main(argv)
+    again = [*argv, "--num_train_epochs", "3", "--resume_from_checkpoint", str(tmp_path / "a" / "checkpoint-14")]
+    finetune.main([*again, "--output_dir", str(tmp_path / "b")])
+    assert "the best ones, of epoch 1 (step 7)" in capsys.readouterr().out
+    before = contents(tmp_path / "b")
+    with pytest.raises(InputError, match=r"b holds another run .*--overwrite"):
+        finetune.main([*again, "--output_dir", str(tmp_path / "b")])
+    assert contents(tmp_path / "b") == before
+    (tmp_path / "b" / "checkpoint-99").mkdir()
+    finetune.main([*again, "--output_dir", str(tmp_path / "b"), "--overwrite"])
+    assert [path.name for path in (tmp_path / "b").glob("checkpoint-*")] == ["checkpoint-21"]
+    # The best checkpoint is not beside this one.
+    capsys.readouterr()
+    finetune.main([str(tmp_path / "b" / "run.yaml"), "--resume_from_checkpoint", "last", "--num_train_epochs", "4"])
+    assert "the last ones, of step 28" in capsys.readouterr().out
+
+
+@pytest.mark.runs
 def test_a_training_batch_is_shown_before_the_first_step(
     tmp_path,
     photos,  # noqa: F811

@@ -81,12 +81,14 @@ class TestOptimizer:
 
     @pytest.mark.parametrize("plugin", [None, object()], ids=["whole", "sharded"])
     def test_so_it_is_refused_before_a_training(self, plugin):
+        arguments = SimpleNamespace(save_strategy="steps")
         accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
         parameters = [nn.Parameter(torch.ones(1))]
-        check_optimizer(accelerator, SGD(parameters, lr=0.1, momentum=0.9))
-        check_optimizer(accelerator, torch.optim.AdamW(parameters))
+        check_optimizer(arguments, accelerator, SGD(parameters, lr=0.1, momentum=0.9))
+        check_optimizer(arguments, accelerator, torch.optim.AdamW(parameters))
         with pytest.raises(InputError, match=r"`optim_args=momentum=0.9`") if plugin else nullcontext():
-            check_optimizer(accelerator, SGD(parameters, lr=0.1))
+            check_optimizer(arguments, accelerator, SGD(parameters, lr=0.1))
+        check_optimizer(SimpleNamespace(save_strategy="no"), accelerator, SGD(parameters, lr=0.1))
 
 
 @pytest.mark.slow

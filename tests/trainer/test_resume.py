@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, RunError
 from entame_hf.cli.output_folder import last_checkpoint
-from entame_hf.trainer.resume import ResumeCheck, damage, last_intact_checkpoint
+from entame_hf.trainer.resume import damage, last_intact_checkpoint
 
 DATA = RandomImages(48)
 HELD_OUT = RandomImages(30, seed=1)
@@ -233,19 +233,6 @@ def test_an_error_that_is_not_the_disks_is_raised_as_it_is(tmp_path, monkeypatch
     with pytest.raises(PermissionError, match="not about the disk"):
         train(tmp_path)
     assert not list(tmp_path.glob("checkpoint-*"))
-
-
-def test_the_best_checkpoint_of_a_run_that_was_moved(tmp_path):
-    (tmp_path / "checkpoint-4").mkdir()
-    state = TrainerState(best_global_step=4)
-    ResumeCheck().on_train_begin(arguments(tmp_path), state, None)
-    assert state.best_model_checkpoint == str(tmp_path / "checkpoint-4")
-
-
-@pytest.mark.parametrize(("step", "most", "said"), [(4, 4, True), (6, 4, True), (3, 4, False), (0, 0, False)])
-def test_a_run_without_a_step_left_says_so(tmp_path, warnings, step, most, said):
-    ResumeCheck().on_train_begin(arguments(tmp_path), TrainerState(global_step=step, max_steps=most), None)
-    assert ("so no step is taken" in warnings.text) == said
 
 
 def test_a_best_checkpoint_that_is_gone_costs_no_training(tmp_path, whole, warnings):

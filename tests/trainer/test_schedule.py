@@ -6,6 +6,7 @@ import pytest
 from conftest import RandomImages
 from test_trainer import arguments
 from transformers import TrainingArguments, default_data_collator
+from transformers.utils import logging
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
 
@@ -45,6 +46,17 @@ def test_a_share_is_that_of_all_steps(tmp_path, tiny_vit, steps):
 def test_it_goes_with_a_share_of_warm_up(tmp_path, tiny_vit):
     found = rates(tiny_vit, wsd(tmp_path, 0.2, warmup_steps=0.2), 10)
     assert found == pytest.approx([0, 0.5, *[1.0] * 7, 0.5])
+
+
+@pytest.mark.parametrize(("warmup", "said"), [(9, False), (10, True), (500, True), (0.99, False)])
+@pytest.mark.parametrize("kind", ["linear", "warmup_stable_decay", "constant"])
+def test_a_warm_up_that_never_ends_is_said(tmp_path, tiny_vit, monkeypatch, caplog, kind, warmup, said):
+    monkeypatch.setattr(logging.get_logger("transformers"), "propagate", True)
+    options = {"num_decay_steps": 1} if kind == "warmup_stable_decay" else None
+    args = arguments(tmp_path, lr_scheduler_type=kind, lr_scheduler_kwargs=options, warmup_steps=warmup)
+    found = rates(tiny_vit, args, 10)
+    assert (f"`warmup_steps={warmup}` covers the whole run (10 steps)" in caplog.text) == said
+    assert (max(found) < args.learning_rate) == said
 
 
 def test_options_may_be_typed(tmp_path, tiny_vit):

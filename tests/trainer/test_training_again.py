@@ -77,6 +77,33 @@ def test_a_head_that_has_learned_is_not_wiped_and_resumes(tmp_path, tiny_vit, er
     torch.testing.assert_close(weights(again.model), weights(whole.model), rtol=0, atol=0)
 
 
+def test_a_second_training_has_the_arguments_and_parameters_of_its_own(tmp_path, tiny_vit):
+    for parameter in tiny_vit.vit.parameters():
+        parameter.requires_grad = False
+    trainer = fresh(tmp_path, tiny_vit, logging_steps=1)
+    trainer.train()
+    before = weights(trainer.model.vit)
+    trainer.model.vit.requires_grad_(True)
+    trainer.args.learning_rate, trainer.args.entame_method = 1e-2, "keep"
+    trainer.train()
+    assert {entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry} == {1e-2}
+    assert all(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer.model.vit).items())
+
+
+def test_a_second_training_keeps_the_optimizer_that_was_given(tmp_path, tiny_vit):
+    trainer = fresh(tmp_path, tiny_vit, entame_method="keep")
+    trainer.create_optimizer()
+    mine = trainer.optimizer
+    trainer.train()
+    trainer.train()
+    assert trainer.optimizer.optimizer is mine
+    trainer = fresh(tmp_path, tiny_vit, entame_method="keep")
+    trainer.optimizer = mine = torch.optim.SGD(trainer.model.parameters(), lr=0.1, momentum=0.9)
+    trainer.train()
+    trainer.train()
+    assert trainer.optimizer.optimizer is mine
+
+
 @pytest.mark.runs
 def test_info_is_shown_once_where_nobody_listens_yet(tmp_path):
     code = f"""
