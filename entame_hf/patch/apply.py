@@ -16,7 +16,7 @@ from ..config import EntameConfig
 from ..errors import InputError
 from ..heads import Head, Leaf, base_model, disagreement, find_heads, has_adapters, num_classes, num_features
 from ..layers import ZNorm, ZNormConv2d, ZNormLeaf, ZNormLinear
-from .fold import check_forward, fold_leaf, to_stock, to_znorm
+from .fold import check_forward, check_weight, fold_leaf, to_stock, to_znorm
 from .gathering import gathered_parameters, is_zero3_sharded, reshard
 from .saving import lora_on_normalised, patch_save_pretrained
 from .state import (
@@ -93,8 +93,13 @@ def apply_entame(
     base = base_model(model)
     if num_labels is not None and has_adapters(model):
         raise InputError("Adapters hold copies of the head: call apply_entame(..., num_labels=...) before peft.")
+    if isinstance(base, PreTrainedModel) and base.config.problem_type == "regression":
+        raise InputError(
+            '`config.problem_type="regression"` asks for numbers, and ENTAME is about the entropy over classes. If '
+            'labels are classes, type model.config.problem_type = "single_label_classification".'
+        )
     for head in heads:
-        _check(head, config, num_labels)
+        _check(model, head, config, num_labels)
     trained = {head.path for head in heads if has_learned(head.module) or is_saved_head(base, head.module)}
     if num_labels is None:
         _check_labels(base, heads)
@@ -159,7 +164,7 @@ def _check_labels(base: nn.Module, heads: list[Head]) -> None:
             raise InputError(disagreement(head.path, num_classes(head.module), base.config.num_labels))
 
 
-def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
+def _check(model: nn.Module, head: Head, config: EntameConfig, num_labels: int | None) -> None:
     path, leaf = f"`{head.path}`", head.module
     classes = num_classes(leaf) if num_labels is None else num_labels
     if not isinstance(classes, Integral) or classes < 1:
@@ -169,13 +174,7 @@ def _check(head: Head, config: EntameConfig, num_labels: int | None) -> None:
             f"{path} would have one output: that is regression, and ENTAME is about the entropy over classes. "
             "Use two outputs for a binary task: `num_labels=2`."
         )
-    if "weight" not in dict(leaf.named_parameters(recurse=False)):
-        raise InputError(
-            f"`{head.path}.weight` is computed from other parameters (weight_norm, spectral_norm, parametrize), so it "
-            "cannot be drawn. Remove that first: "
-            f'torch.nn.utils.parametrize.remove_parametrizations(model.{head.path}, "weight"), or '
-            f"torch.nn.utils.remove_weight_norm(model.{head.path})."
-        )
+    check_weight(model, head.path, leaf)
     if leaf.weight.is_meta:
         raise InputError(f"{path} is on the meta device, or offloaded: load its weights on one device, then apply.")
     if isinstance(leaf.weight, DTensor):

@@ -36,7 +36,8 @@ def fold_entame(model: ModelT) -> ModelT:
         `torch.nn.Module`: `model` itself. A normalised head without a bias gets one.
 
     Raises:
-        InputError: a head has no values on this device, its `forward` was replaced, or it has no bias and is sharded.
+        InputError: a head has no values on this device, its weight is shared or computed, its `forward` was replaced,
+            or it has no bias and is sharded.
 
     Example:
 
@@ -51,6 +52,7 @@ def fold_entame(model: ModelT) -> ModelT:
     reshard(model)
     heads = list(normalised_heads(model))
     for path, leaf in heads:
+        check_weight(model, path, leaf)
         check_forward(path, leaf)
         if leaf.weight.is_meta:
             raise InputError(f"`{path}` is on the meta device, or offloaded: load its weights before you fold.")
@@ -103,6 +105,24 @@ def check_bias(path: str, leaf: Leaf | ZNormLeaf) -> None:
         )
 
 
+def check_weight(model: nn.Module, path: str, leaf: Leaf | ZNormLeaf) -> None:
+    """Refuse a head whose weight is no parameter of its own, so that drawing or folding it could not stay in it."""
+    weight = leaf._parameters.get("weight")
+    if weight is None:
+        raise InputError(
+            f"`{path}.weight` is computed from other parameters (prune, weight_norm, spectral_norm, parametrize), so "
+            "it cannot be drawn or folded. Remove that first: torch.nn.utils.parametrize.remove_parametrizations("
+            f'model.{path}, "weight"), torch.nn.utils.remove_weight_norm(model.{path}) or '
+            f'torch.nn.utils.prune.remove(model.{path}, "weight").'
+        )
+    for name, module in model.named_modules():
+        if module is not leaf and any(parameter is weight for parameter in module._parameters.values()):
+            raise InputError(
+                f"`{path}.weight` is shared with `{name}`, which drawing or folding it would change too. Give the "
+                f"head a weight of its own: model.{path}.weight = torch.nn.Parameter(model.{path}.weight.detach().clone())."
+            )
+
+
 def check_forward(path: str, leaf: nn.Module) -> None:
     """Refuse a head whose `forward` was replaced on the instance: another class would not be called.
 
@@ -127,13 +147,15 @@ def stock_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = No
         `dict[str, torch.Tensor]`: the folded heads are new tensors, all others are the model's.
 
     Raises:
-        InputError: a head over normalised features has no bias, so the stock model cannot give its logits.
+        InputError: a head over normalised features has no bias, or a weight that is shared or computed, so the stock
+            model cannot give its logits.
     """
     state = dict(model.state_dict() if state_dict is None else state_dict)
     for path, leaf in normalised_heads(model):
         if f"{path}.znorm.mean" not in state:
             continue  # It was folded before.
         check_bias(path, leaf)
+        check_weight(model, path, leaf)
         weight, bias = state[f"{path}.weight"], state.get(f"{path}.bias")
         statistics = {name: state.pop(f"{path}.znorm.{name}") for name in leaf.znorm.state_dict()}
         state[f"{path}.weight"], state[f"{path}.bias"] = folded_parameters(
@@ -150,6 +172,8 @@ def folded(model: nn.Module) -> Iterator[None]:
     """Fold a model while this context lasts. Afterwards it is bit for bit what it was."""
     heads = list(normalised_heads(model))
     for path, leaf in heads:
+        check_bias(path, leaf)
+        check_weight(model, path, leaf)
         check_forward(path, leaf)
     kept = [(leaf, leaf.znorm, leaf.weight.detach().clone(), leaf.bias) for _, leaf in heads]
     biases = [None if bias is None else bias.detach().clone() for *_, bias in kept]

@@ -22,11 +22,12 @@ from .state import check_learns, differs_from_checkpoint, stop_check
 def patch_save_pretrained(model: nn.Module) -> None:
     """Make `save_pretrained` of a model and of its wrappers, and so `push_to_hub`, write the folded model.
 
-    Plain `from_pretrained` would drop the statistics of an unfolded one with a remark, and give other logits.
+    Plain `from_pretrained` would drop the statistics of an unfolded one with a remark, and give other logits;
+    huggingface_hub's `PyTorchModelHubMixin` without one.
     """
     _watch_adapters()
     for part in wrapped_models(model):
-        if isinstance(part, PreTrainedModel) or (is_peft(part) and hasattr(type(part), "save_pretrained")):
+        if hasattr(type(part), "save_pretrained"):
             # Copies and pickles of a partial object refer to the copied model; those of a bound method to its class.
             vars(part)["save_pretrained"] = partial(_save_pretrained, part)
 
@@ -38,8 +39,8 @@ def _save_pretrained(
         _check_adapter(model)
     for path, leaf in leaves(model):
         check_learns(head_name(path), leaf)
-    if has_adapters(model):
-        # peft names what it writes by its layers' own state dicts.
+    if has_adapters(model) or not isinstance(model, PreTrainedModel):
+        # peft names what it writes by its layers' own state dicts, and others take no `state_dict`.
         with folded(model):
             return type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if state_dict is None:
@@ -129,11 +130,15 @@ def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Ite
         yield
         return
     changes: dict[str, Any] = {} if adaptation is None else {"entame": adaptation}
+    names = class_names(model.config)
+    if names != [f"LABEL_{index}" for index in range(len(names))]:
+        # from_pretrained(..., id2label=...) leaves the classes that a checkpoint came with in the other map.
+        changes["label2id"] = {name: int(index) for index, name in model.config.id2label.items()}
     if timm_model(model) is not None:
         # timm's loader fails on null, and transformers' on a num_classes in it: {} serves both.
         changes["model_args"] = model.config.model_args or {}
         # transformers keeps the names that a checkpoint came with, whatever its new labels are.
-        changes["label_names"] = class_names(model.config)
+        changes["label_names"] = names
         # The local path that timm read the weights from is private.
         private = ("file", "source")
         changes["pretrained_cfg"] = {k: v for k, v in pretrained_cfg(model).items() if k not in private}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import BaseImageProcessor, PreTrainedModel
 
 from ..errors import InputError
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
+from .features import restored_modes
+from .gathering import is_sharded
 from .saving import patch_save_pretrained, pretrained_cfg
 
 
@@ -50,8 +55,13 @@ def as_transformers(model: nn.Module) -> Any:
 
     architecture = inner.pretrained_cfg["architecture"]
     known = inner.pretrained_cfg.get("label_names") or []
-    # The head may have been replaced by hand.
-    classes = num_classes(find_heads(inner)[0].module)
+    try:
+        # The head may have been replaced by hand.
+        classes = num_classes(find_heads(inner)[0].module)
+    except InputError as error:
+        if inner.num_classes == 0:
+            raise
+        raise InputError(_difference(architecture, inner.num_classes)) from error
     named = label_maps(list(known)) if len(known) == classes else {}
     for model_args in _likely_arguments(inner):
         config = TimmWrapperConfig.from_dict(
@@ -62,14 +72,19 @@ def as_transformers(model: nn.Module) -> Any:
         # No second copy of the weights, and nothing drawn from the random generator.
         with torch.device("meta"):
             wrapper = TimmWrapperForImageClassification(config)
-        if _shapes(wrapper.timm_model) == _shapes(inner):
+        if _shapes(wrapper.timm_model) == _shapes(inner) and _computes_alike(wrapper.timm_model, inner, model_args):
             wrapper.timm_model, inner.num_classes = inner, classes
             patch_save_pretrained(wrapper)
             return wrapper
-    raise InputError(
-        f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={classes}), so "
-        "no checkpoint of it would load. Build it through transformers, which saves the arguments: "
-        "AutoModelForImageClassification.from_pretrained(..., model_args={...})."
+    raise InputError(_difference(architecture, classes))
+
+
+def _difference(architecture: str, classes: int) -> str:
+    return (
+        f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={classes}), so a "
+        "checkpoint of it would not load, or give other logits. Build it through transformers, which saves the arguments: "
+        "AutoModelForImageClassification.from_pretrained(..., model_args={...}). If you changed it by hand, undo that "
+        "(model.reset_classifier puts back a plain head), or train it in a loop of your own."
     )
 
 
@@ -82,3 +97,28 @@ def _likely_arguments(model: Any) -> list[dict[str, Any]]:
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items() if ".znorm." not in name}
+
+
+def _computes_alike(stock: nn.Module, model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Check whether a timm model gives its head the features that the one without weights, `stock`, would give.
+
+    Poolings, activations, strides and whatever else was passed to `timm.create_model` show in no tensor's shape.
+    """
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {name: tensor for name, tensor in tensors.items() if ".znorm." not in name}
+    if is_sharded(model) or any(tensor.is_meta for tensor in weights.values()):
+        return True
+    first = next(model.parameters())
+    side = arguments.get("img_size") or model.pretrained_cfg["input_size"][1:]
+    sides = (side, side) if isinstance(side, int) else side
+    image = torch.randn(1, 3, *sides, generator=torch.Generator().manual_seed(0)).to(first)
+    read: list[Tensor] = []
+    with torch.no_grad(), restored_modes(model), ExitStack() as stack:
+        for part in (stock.eval(), model.eval()):
+            hook = find_heads(part)[0].module.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+            stack.callback(hook.remove)
+        functional_call(stock, weights, (image,))
+        model(image)
+    expected, features = (values.double() for values in read)
+    # Half of the digits: another order of sums is no other computation. Weights that overflow are no reason either.
+    return not (expected - features).norm() > math.sqrt(torch.finfo(first.dtype).eps) * features.norm()

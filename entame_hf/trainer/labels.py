@@ -131,9 +131,9 @@ def has_one_label(model: Any) -> bool:
 
 
 def are_shares(labels: Any, model: Any) -> bool:
-    """Tell whether labels are shares of classes, one row an example, and not several labels each."""
+    """Tell whether labels are shares of classes, one row an example, and neither several labels each nor numbers."""
     rows = isinstance(labels, Tensor) and labels.is_floating_point() and labels.ndim == 2
-    return rows and not has_several_labels(model)
+    return rows and has_one_label(model)
 
 
 def are_classes(labels: Any, model: Any) -> bool:

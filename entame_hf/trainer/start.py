@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..config import EntameConfig, noise_to_signal_ratio
 from ..errors import InputError
-from ..heads import Head, find_heads, has_adapters, is_peft, num_classes
+from ..heads import Head, base_model, find_heads, has_adapters, is_peft, num_classes
 from ..patch import applied_config, apply_entame, check_bias, clear_entame_state, frozen_backbone, frozen_statistics
 from ..training_args import AUTO, HeadArguments
 from .checkpoint import prepare_resuming
@@ -56,6 +58,7 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
     """Start the heads of a trainer's model, or give them a checkpoint's structure, and freeze what is to be frozen."""
     model, args, own, config = trainer.model, trainer.args, trainer.head_args, trainer.entame_config()
     check_loaded(model)
+    explain_changed_layers(model)
     check_sharding(trainer.accelerator, config, own.warmup_steps_of_head(), own.resolve("head_lr") == AUTO)
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if sharded and trainer.accelerator.mixed_precision != "no":
@@ -99,6 +102,27 @@ def check_loaded(model: nn.Module | None, moves: bool = True) -> None:
                 f"{name or 'The model'} is offloaded, and such weights cannot be trained. Load the model without "
                 "`device_map` and cpu_offload."
             )
+
+
+def explain_changed_layers(model: nn.Module) -> None:
+    """Warn of a transformers model whose layers were exchanged: `from_pretrained` builds it as its config says."""
+    base = base_model(model)
+    own = not isinstance(base, PreTrainedModel) or not type(base).__module__.startswith("transformers.")
+    if own or has_adapters(model):
+        return
+    with torch.device("meta"):
+        stock = type(base)(copy.deepcopy(base.config))
+    known, saved = (
+        dict.fromkeys(name for name in part.state_dict() if ".znorm." not in name) for part in (stock, base)
+    )
+    missing, unknown = (next((name for name in a if name not in b), None) for a, b in ((known, saved), (saved, known)))
+    if missing or unknown:
+        effects = [f"draw `{missing}` at random"] * bool(missing) + [f"drop `{unknown}`"] * bool(unknown)
+        logger.warning_once(
+            f"Layers of this {type(base).__name__} were exchanged: from_pretrained would {' and '.join(effects)} of a "
+            "checkpoint of it. Put back plain layers of the names that its config gives, or load a checkpoint with "
+            "load_state_dict into a model that you changed alike."
+        )
 
 
 def check_precision(model: nn.Module, args: Any, save_dtype: str, casts: bool) -> None:

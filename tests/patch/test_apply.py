@@ -196,6 +196,15 @@ class TestNumLabels:
             apply_entame(model, num_labels=1)
         assert model.fc.weight.shape[0] == 10
 
+    @pytest.mark.parametrize("method", ["entame", "keep"])
+    @pytest.mark.parametrize("num_labels", [None, 3])
+    def test_regression_of_several_numbers_is_refused(self, tiny_vit, method, num_labels):
+        tiny_vit.config.problem_type = "regression"
+        with pytest.raises(InputError, match=r'problem_type = "single_label_classification"'):
+            apply_entame(tiny_vit, EntameConfig.for_method(method), num_labels=num_labels)
+        tiny_vit.config.problem_type = "multi_label_classification"
+        apply_entame(tiny_vit, EntameConfig.for_method(method), num_labels=num_labels)
+
 
 class TestKeepOverNormalisedFeatures:
     """A head that is kept trains further from where it was."""

@@ -1,4 +1,4 @@
-"""A head whose `forward` stands on the instance is normalised, or refused: never passed over."""
+"""A head whose `forward` or weight is not its own is normalised and folded, or refused: never passed over."""
 
 import copy
 import types
@@ -8,10 +8,11 @@ import timm
 import torch
 from accelerate import cpu_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_module
-from torch import nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 from entame_hf import EntameConfig, InputError, ZNormLinear, apply_entame, fold_entame
+from entame_hf.patch import stock_state_dict
 
 IMAGES = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -121,3 +122,69 @@ def test_a_weight_that_is_computed_is_refused(computed, method):
     computed(model.fc)
     with pytest.raises(InputError, match=r"`fc.weight` is computed"):
         apply_entame(model, EntameConfig.for_method(method))
+
+
+class SeveralHeads(nn.Module):
+    """A model of one's own, whose heads may share a weight or be one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.first, self.second = nn.Linear(12, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.backbone(x).relu()
+        return self.first(features) + self.second(2 * features + 1)
+
+
+HEADS = EntameConfig(head=["first", "second"])
+
+
+@pytest.mark.parametrize("heads", [["first", "second"], "first"], ids=["two-heads", "a-head-and-another-layer"])
+@pytest.mark.parametrize("method", ["mei", "entame"])
+def test_a_weight_that_is_shared_is_refused(heads, method):
+    model = SeveralHeads()
+    model.second.weight = model.first.weight
+    with pytest.raises(InputError, match=r"`first.weight` is shared with `second`.*model.first.weight = torch.nn.Par"):
+        apply_entame(model, EntameConfig.for_method(method, head=heads))
+    model.first.weight = nn.Parameter(model.first.weight.detach().clone())
+    apply_entame(model, EntameConfig.for_method(method, head=heads))
+
+
+def test_one_layer_under_two_names_is_folded_once():
+    model = SeveralHeads()
+    model.second = model.first
+    images = torch.randn(16, 12)
+    apply_entame(model, HEADS)(images).sum().backward()
+    torch.nn.init.normal_(model.first.weight)
+    logits = model.eval()(images)
+    torch.testing.assert_close(fold_entame(model)(images), logits)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: parametrizations.weight_norm(model.first),
+        lambda model: weight_norm(model.first),
+        lambda model: prune.random_unstructured(model.first, "weight", 0.5),
+        lambda model: setattr(model.second, "weight", model.first.weight),
+    ],
+    ids=["parametrize", "weight_norm", "prune", "shared"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_weight_that_was_shared_or_computed_since_is_not_folded(change):
+    model = apply_entame(SeveralHeads(), HEADS)
+    change(model)
+    for fold in (fold_entame, stock_state_dict):
+        with pytest.raises(InputError, match=r"`first.weight` is (computed|shared)"):
+            fold(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_message_says_makes_a_pruned_head_fold():
+    model = apply_entame(SeveralHeads(), HEADS)
+    prune.random_unstructured(model.first, "weight", 0.5)
+    images = torch.randn(16, 12)
+    model(images)
+    prune.remove(model.first, "weight")
+    logits = model.eval()(images)
+    torch.testing.assert_close(fold_entame(model)(images), logits)

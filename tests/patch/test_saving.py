@@ -1,4 +1,4 @@
-"""A wrapped timm model that was folded saves files that timm and transformers both load."""
+"""What `save_pretrained` writes is the stock model: timm and transformers load it, and so do classes of one's own."""
 
 import copy
 import json
@@ -6,6 +6,8 @@ import json
 import pytest
 import timm
 import torch
+from huggingface_hub import PyTorchModelHubMixin
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoModelForImageClassification,
@@ -97,6 +99,24 @@ def test_the_config_in_memory_stays_as_it_is(tmp_path):
     }
 
 
+@pytest.mark.parametrize("classes", [10, 2], ids=["as-many", "fewer"])
+def test_classes_have_the_same_numbers_in_both_maps(tmp_path, tiny_vit, classes):
+    tiny_vit.config.id2label = {index: f"old{index}" for index in range(10)}
+    tiny_vit.config.label2id = {f"old{index}": index for index in range(10)}
+    tiny_vit.save_pretrained(tmp_path / "old")
+    names = {index: f"new{index}" for index in range(classes)}
+    model = ViTForImageClassification.from_pretrained(tmp_path / "old", id2label=names, ignore_mismatched_sizes=True)
+    apply_entame(model).save_pretrained(tmp_path / "new")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["label2id"] == {name: index for index, name in names.items()}
+
+
+def test_classes_that_one_map_alone_names_keep_their_names(tmp_path, tiny_vit):
+    tiny_vit.config.label2id = {f"class{index}": index for index in range(10)}
+    apply_entame(tiny_vit).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["label2id"] == tiny_vit.config.label2id
+
+
 def test_a_head_without_a_bias_is_refused(tmp_path, tiny_vit):
     tiny_vit.classifier = torch.nn.Linear(32, 10, bias=False)
     apply_entame(tiny_vit)
@@ -114,3 +134,58 @@ def test_an_own_loop_saves_what_it_evaluates(tmp_path, tiny_vit):
     model.save_pretrained(tmp_path)
     again = ViTForImageClassification.from_pretrained(tmp_path)
     torch.testing.assert_close(again(IMAGES).logits, model.eval()(IMAGES).logits, rtol=1e-4, atol=1e-4)
+
+
+class Own(nn.Module):
+    """A model of one's own."""
+
+    def __init__(self, classes: int = 10, bias: bool = True) -> None:
+        super().__init__()
+        self.backbone, self.fc = nn.Linear(3 * 32 * 32, 16), nn.Linear(16, classes, bias=bias)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.fc(self.backbone(images.flatten(1)).relu())
+
+
+class OnTheHub(Own, PyTorchModelHubMixin):
+    """Its `from_pretrained` drops what it does not know, without a word."""
+
+
+class SavesItself(Own):
+    """A class with a method of the same name."""
+
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        torch.save(self.state_dict(), folder / "weights.pth")
+
+    @classmethod
+    def from_pretrained(cls, folder):
+        model = cls()
+        model.load_state_dict(torch.load(folder / "weights.pth"), strict=False)
+        return model
+
+
+def take_a_step(model):
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    cross_entropy(model(IMAGES), LABELS).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [OnTheHub, SavesItself])
+@pytest.mark.parametrize("around", [lambda model: model, copy.deepcopy], ids=["itself", "a-copy"])
+def test_models_of_ones_own_save_the_stock_model(tmp_path, kind, around):
+    model = apply_entame(kind(), EntameConfig(head="fc"))
+    take_a_step(model)
+    model = around(model)
+    logits = model.eval()(IMAGES)
+    before = copy.deepcopy(model.state_dict())
+    model.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(kind.from_pretrained(tmp_path / "saved").eval()(IMAGES), logits)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_of_ones_own_without_a_bias_is_not_saved(tmp_path):
+    model = apply_entame(OnTheHub(bias=False), EntameConfig(head="fc"))
+    take_a_step(model)
+    with pytest.raises(InputError, match="has no bias"):
+        model.save_pretrained(tmp_path)

@@ -5,6 +5,7 @@ import timm
 import torch
 from transformers import AutoModelForImageClassification, TimmWrapperForImageClassification
 
+from entame_hf import InputError, apply_entame
 from entame_hf.patch import as_transformers
 
 
@@ -56,9 +57,52 @@ def test_other_models_pass_through(tiny_vit):
     assert as_transformers(layer) is layer
 
 
-def test_a_model_that_no_checkpoint_could_rebuild_is_refused():
-    with pytest.raises(ValueError, match="model_args"):
-        as_transformers(timm.create_model("test_resnet", num_classes=7, in_chans=1))
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("test_resnet", {"in_chans": 1}),
+        ("test_resnet", {"global_pool": "max"}),
+        ("test_resnet", {"act_layer": "silu"}),
+        ("test_resnet", {"output_stride": 8}),
+        ("test_vit", {"act_layer": "quick_gelu", "img_size": 32}),
+        ("test_convnext", {"conv_mlp": False, "norm_eps": 0.1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("finish", [lambda model: model, apply_entame], ids=["stock", "normalising"])
+def test_a_model_that_no_checkpoint_could_rebuild_is_refused(name, arguments, finish):
+    torch.manual_seed(0)
+    with pytest.raises(InputError, match=r"other logits.*model_args"):
+        as_transformers(finish(timm.create_model(name, num_classes=7, **arguments)))
+
+
+def test_a_model_whose_layers_were_exchanged_is_refused():
+    model = timm.create_model("test_resnet", num_classes=7)
+    model.act1 = torch.nn.SiLU()
+    with pytest.raises(InputError, match="differs from timm"):
+        as_transformers(model)
+    model = timm.create_model("test_resnet", num_classes=7)
+    model.fc = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(model.num_features, 7))
+    with pytest.raises(InputError, match=r"differs from timm.*reset_classifier"):
+        as_transformers(model)
+    model.reset_classifier(7)
+    assert as_transformers(model).timm_model is model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_training_alone_uses_makes_no_difference(dtype):
+    model = timm.create_model("test_vit", num_classes=7, drop_rate=0.5, drop_path_rate=0.5).to(dtype)
+    modes = [module.training for module in model.eval().patch_embed.train().modules()]
+    wrapper = as_transformers(model)
+    assert wrapper.timm_model is model
+    assert [module.training for module in model.patch_embed.modules()] == modes
+    assert not model.head.training
+
+
+def test_a_model_without_values_is_wrapped_unseen():
+    with torch.device("meta"):
+        model = timm.create_model("test_resnet", num_classes=7)
+    assert as_transformers(model).timm_model is model
 
 
 def test_names_of_classes_that_timm_knows_are_kept():

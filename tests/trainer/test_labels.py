@@ -119,6 +119,15 @@ def test_several_labels_an_image_train_without_energies(tiny_vit, tmp_path, labe
     assert not any(key.startswith("energy/") for entry in history for key in entry)
 
 
+def test_numbers_are_evaluated_as_the_model_does(tiny_vit, tmp_path):
+    tiny_vit.config.problem_type = "regression"
+    images, numbers = torch.randn(8, 3, 32, 32), torch.randn(8, 10)
+    data = [{"pixel_values": image, "labels": row} for image, row in zip(images, numbers, strict=True)]
+    trainer = EntameTrainer(tiny_vit, EntameTrainingArguments(tmp_path, report_to=[]), eval_dataset=data)
+    expected = torch.nn.functional.mse_loss(tiny_vit.eval()(images).logits, numbers)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_shares_in_half_precision_sum_to_1(tiny_vit, dtype):
     rows = torch.rand(64, 10).softmax(1).to(dtype)

@@ -104,3 +104,31 @@ def test_noise_left_after_the_first_update_is_warned_about(tmp_path, tiny_vit, m
     )
     EntameTrainer(tiny_vit, args, train_dataset=RandomImages(64)).train()
     assert any(message.startswith("Nλ² = 16") for message in messages)
+
+
+def with_several_layers(model):
+    model.classifier = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Linear(32, 10))
+
+
+def with_another_norm(model):
+    model.vit.layernorm = torch.nn.LayerNorm(32, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "effects"),
+    [
+        (with_several_layers, "draw `classifier.weight` at random and drop `classifier.1.weight`"),
+        (with_another_norm, "draw `vit.layernorm.bias` at random"),
+        (lambda model: model.add_module("extra", torch.nn.Linear(2, 2)), "drop `extra.weight`"),
+        (lambda model: None, None),
+    ],
+    ids=["head", "backbone", "extra", "nothing"],
+)
+def test_a_checkpoint_that_from_pretrained_could_not_load_is_warned_about(
+    tmp_path, tiny_vit, caplog, exchange, effects
+):
+    exchange(tiny_vit)
+    EntameTrainer(tiny_vit, arguments(tmp_path, max_steps=1), train_dataset=RandomImages(16)).train()
+    said = [record.message for record in caplog.records if "from_pretrained would" in record.message]
+    assert len(said) == (effects is not None)
+    assert effects is None or effects in said[0]
