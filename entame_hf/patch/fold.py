@@ -119,7 +119,7 @@ def check_weight(model: nn.Module, path: str, leaf: Leaf | ZNormLeaf) -> None:
         if module is not leaf and any(parameter is weight for parameter in module._parameters.values()):
             raise InputError(
                 f"`{path}.weight` is shared with `{name}`, which drawing or folding it would change too. Give the "
-                f"head a weight of its own: model.{path}.weight = torch.nn.Parameter(model.{path}.weight.detach().clone())."
+                f"head its own: model.{path}.weight = torch.nn.Parameter(model.{path}.weight.detach().clone())."
             )
 
 

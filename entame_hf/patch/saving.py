@@ -50,9 +50,9 @@ def _save_pretrained(
                 "The model is sharded over processes, and one shard of it would be saved. Gather it on every process: "
                 "model.save_pretrained(..., state_dict=accelerator.get_state_dict(wrapped_model))."
             )
-    state = stock_state_dict(model, state_dict)
+    kwargs["state_dict"] = stock_state_dict(model, state_dict)
     with shareable_config(model, None):
-        return type(model).save_pretrained(model, save_directory, *args, state_dict=state, **kwargs)
+        return type(model).save_pretrained(model, save_directory, *args, **kwargs)
 
 
 def _check_adapter(model: nn.Module) -> None:
@@ -133,7 +133,7 @@ def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Ite
     names = class_names(model.config)
     if names != [f"LABEL_{index}" for index in range(len(names))]:
         # from_pretrained(..., id2label=...) leaves the classes that a checkpoint came with in the other map.
-        changes["label2id"] = {name: int(index) for index, name in model.config.id2label.items()}
+        changes["label2id"] = {name: index for index, name in enumerate(names)}
     if timm_model(model) is not None:
         # timm's loader fails on null, and transformers' on a num_classes in it: {} serves both.
         changes["model_args"] = model.config.model_args or {}

@@ -82,9 +82,9 @@ def as_transformers(model: nn.Module) -> Any:
 def _difference(architecture: str, classes: int) -> str:
     return (
         f"This {architecture} differs from timm.create_model({architecture!r}, num_classes={classes}), so a "
-        "checkpoint of it would not load, or give other logits. Build it through transformers, which saves the arguments: "
-        "AutoModelForImageClassification.from_pretrained(..., model_args={...}). If you changed it by hand, undo that "
-        "(model.reset_classifier puts back a plain head), or train it in a loop of your own."
+        "checkpoint of it would not load, or give other logits. Build it through transformers, which saves the "
+        "arguments: AutoModelForImageClassification.from_pretrained(..., model_args={...}). If you changed it by "
+        "hand, undo that (model.reset_classifier puts back a plain head), or train it in a loop of your own."
     )
 
 
@@ -99,7 +99,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items() if ".znorm." not in name}
 
 
-def _computes_alike(stock: nn.Module, model: nn.Module, arguments: dict[str, Any]) -> bool:
+def _computes_alike(stock: nn.Module, model: Any, arguments: dict[str, Any]) -> bool:
     """Check whether a timm model gives its head the features that the one without weights, `stock`, would give.
 
     Poolings, activations, strides and whatever else was passed to `timm.create_model` show in no tensor's shape.

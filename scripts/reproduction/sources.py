@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Image
 from PIL import Image as PILImage
@@ -62,7 +63,10 @@ def _pretrained(source: str) -> Any:
         if source in EFFICIENTNET_LITES:
             model = as_transformers(efficientnet_lite(EFFICIENTNET_LITES[source]))
         elif source in TENSORFLOW_JS:
-            model = as_transformers(tensorflow_js(source))
+            # Its padding and ε are TensorFlow's: no checkpoint of it would load in timm, and none is saved.
+            converted = tensorflow_js(source)
+            model = as_transformers(timm.create_model(converted.pretrained_cfg["architecture"], num_classes=2))
+            model.timm_model = converted
         else:
             model, _ = load_classifier(source, ["0", "1"])
     return model.eval()
