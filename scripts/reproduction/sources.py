@@ -64,7 +64,7 @@ def _pretrained(source: str) -> Any:
             model = as_transformers(efficientnet_lite(EFFICIENTNET_LITES[source]))
         elif source in TENSORFLOW_JS:
             # Its padding and ε are TensorFlow's: no checkpoint of it would load in timm, and none is saved.
-            converted = tensorflow_js(source)
+            converted: Any = tensorflow_js(source)
             model = as_transformers(timm.create_model(converted.pretrained_cfg["architecture"], num_classes=2))
             model.timm_model = converted
         else:
