@@ -79,17 +79,34 @@ def _refuse_same_looks(names: list[str]) -> None:
 def recode(rows: Rows, column: str, feature: ClassLabel, split: str, first: str) -> Rows:
     """Give labels the indices that another split, called `first`, has for the same names."""
     own = rows.features[column]
-    if own == feature:
-        return rows
     index = {name: i for i, name in enumerate(feature.names)}
     if isinstance(rows, IterableDataset):
-        return _recode_stream(rows, column, feature, index, split, first)
+        return rows if own == feature else _recode_stream(rows, column, feature, index, split, first)
     values = label_values(rows, column)
     classes = pc.unique(values)
-    names = [normal(own.names[v] if isinstance(own, ClassLabel) else str(v)) for v in classes.to_pylist()]
-    _refuse_unknown(names, index, split, first)
-    codes = pa.array([index[name] for name in names], pa.int64()).take(pc.index_in(values, value_set=classes))
+    names = {value: _name(own, value, column) for value in classes.to_pylist()}
+    if own == feature:
+        return rows
+    _refuse_unknown([name for name in names.values() if name is not None], index, split, first)
+    # -1 is no label.
+    found = pa.array([-1 if name is None else index[name] for name in names.values()], pa.int64())
+    codes = found.take(pc.index_in(values, value_set=classes))
     return rows.remove_columns(column).add_column(column, codes.to_numpy(zero_copy_only=False), feature=feature)
+
+
+def _name(own: object, value: Any, column: str) -> str | None:
+    """Give the name of a label, `None` for a missing one, and refuse an index that names no class."""
+    if not isinstance(own, ClassLabel):
+        return None if value is None else normal(str(value))
+    if value is None or value < 0:
+        return None
+    if value >= own.num_classes:
+        raise InputError(
+            f"Column {column!r} has the label {value}, and its {own.num_classes} classes ({listed(own.names)}) are "
+            "counted from 0. Subtract 1 from labels that are counted from 1, or name all classes in the "
+            "`datasets.ClassLabel`."
+        )
+    return normal(own.names[value])
 
 
 def _recode_stream(
@@ -99,17 +116,16 @@ def _recode_stream(
     if not isinstance(own, ClassLabel):
         # Numbers without names; indices are checked in each batch.
         return rows.cast_column(column, feature)
-    names = [normal(name) for name in own.names]
-    _refuse_unknown(names, index, split, first)
-    codes = [index[name] for name in names]
+    _refuse_unknown([normal(name) for name in own.names], index, split, first)
     features = rows.features.copy()
     features[column] = feature
-    return rows.map(_recode_row, fn_kwargs={"column": column, "codes": codes}, features=features)
+    return rows.map(_recode_row, fn_kwargs={"column": column, "own": own, "index": index}, features=features)
 
 
-def _recode_row(row: dict[str, Any], column: str, codes: list[int]) -> dict[str, int]:
-    # -1 stays: it is no label.
-    return {column: codes[row[column]] if row[column] >= 0 else row[column]}
+def _recode_row(row: dict[str, Any], column: str, own: ClassLabel, index: dict[str, int]) -> dict[str, int | None]:
+    name = _name(own, row[column], column)
+    # -1 and None stay: they are no labels.
+    return {column: row[column] if name is None else index[name]}
 
 
 def _refuse_unknown(names: list[str], index: dict[str, int], split: str, first: str) -> None:

@@ -29,7 +29,7 @@ def split_by_column(source: Source, named: set[str], label_column_name: str | No
     """Make splits of a single table with a column that names them.
 
     Raises:
-        InputError: If the column "split" has values that name no split, and none of them is `named`.
+        InputError: If a column such as "split" has values that name no split, and none of them is `named`.
     """
     own, rows = next(iter(source.splits.items()))
     if len(source.splits) > 1 or not isinstance(rows, Dataset):
@@ -40,21 +40,20 @@ def split_by_column(source: Source, named: set[str], label_column_name: str | No
         return
     values, codes = named_rows(rows, column)
     names = list(dict.fromkeys(values))
+    chosen = {name: np.isin(codes, [i for i, value in enumerate(values) if value == name]) for name in names}
     strangers = [name for name in names if name not in split_kinds(names)]
     if len(names) < 2 or (own in named and own not in names):
         return
     if strangers and not named & set(names):
+        train, other, *_ = sorted(names, key=lambda name: -int(chosen[name].sum()))
         unused = "" if own in names else f"; if they are no splits, give `train_split={own}`"
         raise InputError(
             f"Column {column!r} holds {listed(map(repr, names))}, and no split is called "
             f"{listed(map(repr, strangers))}. Give each row train, validation or test, or name those that you use: "
-            f"`train_split={names[0]}` `eval_split={names[1]}`{unused}."
+            f"`train_split={train}` `eval_split={other}`{unused}."
         )
     rows = rows.remove_columns(column)
-    source.splits = {
-        name: rows.select(np.flatnonzero(np.isin(codes, [i for i, value in enumerate(values) if value == name])))
-        for name in names
-    }
+    source.splits = {name: rows.select(np.flatnonzero(here)) for name, here in chosen.items()}
     source.layout += f", split by column {column!r}"
 
 

@@ -85,12 +85,13 @@ def choose_split(names: Iterable[str], kind: str, parameter: str) -> str | None:
 
 
 def find_split_column(columns: Collection[str], values_of: Callable[[str], Collection[str]]) -> str | None:
-    """Find the column that says which split a row belongs to: "split", else one whose values all name splits.
+    """Find the column that says which split a row is in: "split", "is_valid", or one whose values all name splits.
 
-    The latter has train and another split, and is not called "label" or "labels", where these may be classes.
+    The last has train and another split, and is not called "label" or "labels", where these may be classes.
     `values_of` gives the different values of a column.
     """
     own = next((name for name in columns if name.casefold() == SPLIT_COLUMN), None)
+    own = own or next((name for name in columns if kind_of(name) and _parse(name)[1] == {"is"}), None)
     others = (name for name in columns if name not in ("label", "labels") and _are_splits(values_of(name)))
     return own or next(others, None)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..errors import InputError
 from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
 from .board import Files
@@ -105,7 +106,13 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         self, indices: list[Any], epoch: int = 0, device: torch.device | None = None
     ) -> Callable[[], HostBatch]:
         """Start to decode a batch: see [`BatchDataset.start_reading`]."""
-        labels = torch.tensor([item[self.label_column] for item in indices])
+        classes = [item[self.label_column] for item in indices]
+        if None in classes:
+            raise InputError(
+                f"A row of {self.name} has no label in column {self.label_column!r}. Remove such rows and write the "
+                f"dataset again: `dataset.filter(lambda row: row[{self.label_column!r}] is not None)`."
+            )
+        labels = torch.tensor(classes)
         check_labels(labels, self.pipeline.num_classes, self.label_column)
         self.unreadable.count(labels)
         rows = np.array([item["row"] for item in indices])

@@ -22,6 +22,7 @@ from entame_hf.data import (
     build_datasets,
     load_splits,
     set_image_size,
+    split_dataset,
 )
 from entame_hf.data.batches import batch_loader
 from entame_hf.data.board import Files
@@ -108,6 +109,19 @@ def test_labels_without_names_need_their_number():
     with pytest.raises(InputError, match="num_classes=10"):
         stream(table)
     assert stream(table, num_classes=10).pipeline.num_classes == 10
+
+
+@pytest.mark.parametrize("names", ["0 1 2 3 4 5 6 7 8 9", "9 8 7 6 5 4 3 2 1 0"])
+@pytest.mark.parametrize(("missing", "message"), [(None, "no label in column 'label'"), (-1, "the label -1")])
+def test_a_row_without_a_label_is_named(missing, message, names):
+    table = rows(20)
+    labels = [missing, *table["label"][1:]]
+    table = table.remove_columns("label").add_column("label", labels, feature=table.features["label"])
+    first = rows(20, label=ClassLabel(names=names.split()))
+    parts = {"train": first.to_iterable_dataset(), "validation": table.to_iterable_dataset()}
+    held = build_datasets(split_dataset(parts), set_image_size(ViTImageProcessor(), 32)).validation
+    with pytest.raises(InputError, match=message):
+        batches(held)
 
 
 def test_a_stream_need_not_know_its_columns():

@@ -178,17 +178,32 @@ def test_a_column_names_the_splits_of_a_table(column, values, feature):
 
 
 @pytest.mark.parametrize(
-    ("values", "feature", "options", "sizes"),
+    ("column", "values", "feature", "options", "sizes"),
     [
-        (["train", "train", "val", None], Value("string"), {"eval_split": "val"}, (6, 3)),
-        (["train", "train", "val", "extra"], Value("string"), {"train_split": "train", "eval_split": "val"}, (6, 3)),
-        ([0, 0, 1, 2], Value("int8"), {"train_split": "0", "eval_split": "1"}, (6, 3)),
-        ([0, 0, 1, 2], Value("int8"), {"train_split": "train"}, (10, 2)),
+        ("split", ["train", "train", "val", None], Value("string"), {"eval_split": "val"}, (6, 3)),
+        (
+            "split",
+            ["train"] * 2 + ["val", "b"],
+            Value("string"),
+            {"train_split": "train", "eval_split": "val"},
+            (6, 3),
+        ),
+        ("Split", [1, 0, 0, 2], Value("int8"), {"train_split": "0", "eval_split": "1"}, (6, 3)),
+        ("split", [0, 0, 1, 2], Value("int8"), {"train_split": "train"}, (10, 2)),
+        (
+            "is_valid",
+            [True, False] + [False] * 2,
+            Value("bool"),
+            {"train_split": "False", "eval_split": "True"},
+            (9, 3),
+        ),
+        ("is_test", [1, 0, 0, 0], Value("int64"), {"train_split": "0", "eval_split": "1"}, (9, 3)),
     ],
 )
-def test_a_column_that_names_other_splits_is_refused_with_a_command(values, feature, options, sizes):
-    table = table_with("split", values, feature)
-    with pytest.raises(InputError, match=r"Column 'split' holds .* no split is called .*`train_split="):
+def test_a_column_that_names_other_splits_is_refused_with_a_command(column, values, feature, options, sizes):
+    table = table_with(column, values, feature)
+    train = options["train_split"] if "eval_split" in options and "train_split" in options else ""
+    with pytest.raises(InputError, match=f"Column '{column}' holds .* no split is called .*`train_split={train}"):
         split_dataset(table)
     splits = split_dataset(table, **options)
     assert (len(splits.train), len(splits.validation)) == sizes
@@ -285,3 +300,40 @@ def test_what_a_folder_of_images_does_not_have_is_refused(tmp_path, option, mess
         (tmp_path / name / "1.jpg").touch()
     with pytest.raises(InputError, match=message):
         load_splits(dataset_name=str(tmp_path), **option)
+
+
+def counted_from_one(names: str) -> Dataset:
+    """Labels from 1 to 3: `datasets` casts them to three names and does not look."""
+    table = Dataset.from_dict(
+        {"image": [{"bytes": b"%d" % i, "path": None} for i in range(12)], "label": [1, 2, 3] * 4}
+    )
+    return table.cast_column("image", Image(decode=False)).cast_column("label", ClassLabel(names=names.split()))
+
+
+@pytest.mark.parametrize("where", ["train", "val", "val of another order", "parquet", "stream"])
+def test_labels_that_are_counted_from_one_are_refused(where, tmp_path):
+    good = counted_from_one("a b c d")
+    wrong = counted_from_one("b a c" if "order" in where else "a b c")
+    parts = {"train": wrong} if where == "train" else {"train": good, "val": wrong}
+
+    def read():
+        if where == "parquet":
+            for name, part in parts.items():
+                part.to_parquet(tmp_path / f"{name}.parquet")
+            return load_splits(dataset_name=str(tmp_path))
+        if where == "stream":
+            return list(split_dataset({name: part.to_iterable_dataset() for name, part in parts.items()}).validation)
+        return split_dataset(parts)
+
+    with pytest.raises(InputError, match=r"has the label 3, and its 3 classes \(.*\) are counted from 0"):
+        read()
+
+
+def test_a_test_split_without_labels_has_none_in_another_order_either(tmp_path):
+    for name, names, label in (("train", ["cat", "dog"], [0, 1]), ("test", ["dog", "cat"], [-1, -1])):
+        values = {"image": [{"bytes": b"%d" % i, "path": None} for i in range(12)], "label": label * 6}
+        features = Features({"image": Image(decode=False), "label": ClassLabel(names=names)})
+        Dataset.from_dict(values, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    splits = load_splits(dataset_name=str(tmp_path))
+    assert splits.test is None
+    assert "12 images of split 'test' left out: no labels" in splits.describe()
