@@ -71,7 +71,11 @@ def load_classifier(
             **where,
         )
         heads = [head.path for head in find_heads(model)]
-    lost = _lost_weights(model, heads, report)
+    new = list(heads)
+    if all(f"{head}.weight" in report["missing_keys"] for head in heads):
+        # A backbone that was pretrained alone has no pooler in front of the head either (BEiT, Data2Vec).
+        new += [path for path, _ in model.named_modules() if path.endswith("pooler.layernorm")]
+    lost = _lost_weights(model, new, report)
     if lost:
         raise InputError(
             f"`model_name_or_path={name}`: the checkpoint lacks {len(lost)} tensors of the backbone, or has them in "

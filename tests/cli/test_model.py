@@ -10,7 +10,18 @@ import pytest
 import safetensors.torch
 import torch
 from cli_folders import hf_folder, timm_folder  # noqa: F401
-from transformers import AutoModelForImageClassification
+from conftest import TINY_VIT
+from transformers import (
+    AutoModelForImageClassification,
+    BeitConfig,
+    BeitForImageClassification,
+    BeitForMaskedImageModeling,
+    Data2VecVisionConfig,
+    Data2VecVisionModel,
+    SwinConfig,
+    SwinForMaskedImageModeling,
+    ViTImageProcessor,
+)
 
 from entame_hf import InputError, find_heads
 from entame_hf.cli.model import load_classifier, load_trained
@@ -94,6 +105,36 @@ def test_a_head_may_be_missing(folder):
     assert model.config.num_labels == 3
     with pytest.raises(InputError, match="not a trained classifier: it lacks 2 tensors"):
         load_trained(str(folder))
+
+
+@pytest.mark.parametrize(
+    "pretrained",
+    [
+        BeitForMaskedImageModeling(BeitConfig(**TINY_VIT)),
+        Data2VecVisionModel(Data2VecVisionConfig(**TINY_VIT)),
+        SwinForMaskedImageModeling(
+            SwinConfig(image_size=32, embed_dim=16, depths=[1, 1], num_heads=[1, 2], window_size=4, encoder_stride=8)
+        ),
+    ],
+    ids=["BEiT", "Data2Vec", "Swin"],
+)
+def test_a_backbone_that_was_pretrained_alone_is_enough(tmp_path, pretrained):
+    pretrained.save_pretrained(tmp_path)
+    ViTImageProcessor().save_pretrained(tmp_path)
+    model, _ = load_classifier(str(tmp_path), NAMES)
+    assert model.config.num_labels == 3
+    backbone = getattr(pretrained, pretrained.base_model_prefix, pretrained).state_dict()
+    loaded = getattr(model, model.base_model_prefix).state_dict()
+    assert loaded.keys() - backbone.keys() <= {"pooler.layernorm.weight", "pooler.layernorm.bias"}
+    assert all(torch.equal(tensor, backbone[name]) for name, tensor in loaded.items() if name in backbone)
+
+
+def test_a_pooler_that_a_trained_classifier_lacks_is_refused(tmp_path):
+    BeitForImageClassification(BeitConfig(**TINY_VIT)).save_pretrained(tmp_path)
+    ViTImageProcessor().save_pretrained(tmp_path)
+    change_weights(tmp_path, lambda state: {k: v for k, v in state.items() if "pooler" not in k})
+    with pytest.raises(InputError, match="lacks 2 tensors of the backbone"):
+        load_classifier(str(tmp_path), NAMES)
 
 
 @pytest.mark.parametrize(
