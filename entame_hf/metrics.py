@@ -41,15 +41,19 @@ def classification_metric() -> Any:
             )
 
         def _compute(self, predictions: list[int], references: list[int]) -> dict[str, float]:
-            present = np.unique(references)
-            return {
-                # Over examples: precision, recall and F1 averaged so are this number too.
-                "accuracy": float(accuracy_score(references, predictions)),
-                "accuracy_macro": float(recall_score(references, predictions, labels=present, average="macro")),
-                "f1_macro": float(f1_score(references, predictions, average="macro", zero_division=0.0)),
-            }
+            return _scores(predictions, references)
 
     return ClassificationMetric()
+
+
+def _scores(predictions: Any, references: Any) -> dict[str, float]:
+    present = np.unique(references)
+    return {
+        # Over examples: precision, recall and F1 averaged so are this number too.
+        "accuracy": float(accuracy_score(references, predictions)),
+        "accuracy_macro": float(recall_score(references, predictions, labels=present, average="macro")),
+        "f1_macro": float(f1_score(references, predictions, average="macro", zero_division=0.0)),
+    }
 
 
 def metrics_of_predictions() -> Metrics:
@@ -66,12 +70,12 @@ def metrics_of_predictions() -> Metrics:
     >>> EntameTrainer(model, args, compute_metrics=metrics_of_predictions())  # doctest: +SKIP
     ```
     """
-    metric = classification_metric()
 
+    # An `evaluate.Metric` needs a cache folder that it can write to.
     def compute(prediction: EvalPrediction) -> dict[str, float]:
         classes, _ = classes_and_confidence(prediction.predictions)
         counted = prediction.label_ids != IGNORED_LABEL
-        return metric.compute(predictions=classes[counted], references=prediction.label_ids[counted])
+        return _scores(classes[counted], prediction.label_ids[counted])
 
     return compute
 

@@ -33,6 +33,16 @@ def test_metrics_of_every_form_of_predictions(form):
     assert metrics_of_predictions()(prediction)["accuracy"] == 0.5
 
 
+def test_the_metrics_of_a_trainer_need_no_cache_folder(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr("os.makedirs", refuse)
+    with pytest.raises(PermissionError):
+        classification_metric()
+    assert metrics_of_predictions()(EvalPrediction(LOGITS, np.array([1, 0, 0])))["accuracy"] == pytest.approx(2 / 3)
+
+
 @pytest.mark.parametrize("more", [(), (None,), (torch.ones(3, 5),)], ids=["alone", "none", "features"])
 def test_logits_that_come_with_other_outputs(more):
     logits = torch.tensor(LOGITS)
