@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, IterableDataset, List, Value
+from numpy.typing import NDArray
 
 from ..errors import InputError
 from .columns import is_list, label_shares, label_values
@@ -91,7 +94,19 @@ def recode(rows: Rows, column: str, feature: ClassLabel, split: str, first: str)
     # -1 is no label.
     found = pa.array([-1 if name is None else index[name] for name in names.values()], pa.int64())
     codes = found.take(pc.index_in(values, value_set=classes))
-    return rows.remove_columns(column).add_column(column, codes.to_numpy(zero_copy_only=False), feature=feature)
+    return _with_codes(rows, column, codes.to_numpy(zero_copy_only=False), feature)
+
+
+def _with_codes(rows: Dataset, column: str, codes: NDArray[np.int64], feature: ClassLabel) -> Dataset:
+    """Replace a column by class indices, int64 (N,)."""
+    if rows._indices is None:
+        return rows.remove_columns(column).add_column(column, codes, feature=feature)
+    # Of rows that were chosen, `add_column` would copy the images.
+    whole, chosen = copy.copy(rows), rows._indices.column(0).to_numpy()
+    whole._indices = None
+    of_all = np.full(len(whole), -1)
+    of_all[chosen] = codes
+    return _with_codes(whole, column, of_all, feature).select(chosen)
 
 
 def _name(own: object, value: Any, column: str) -> str | None:
@@ -157,6 +172,6 @@ def _as_shares_or_index(rows: Rows, column: str, split: str, evaluation: bool) -
     assert shares is not None
     if evaluation or (shares.max(1) > 1 - 1e-4).all():
         index = ClassLabel(names=[str(i) for i in range(shares.shape[1])])
-        return rows.remove_columns(column).add_column(column, shares.argmax(1), feature=index)
+        return _with_codes(rows, column, shares.argmax(1), index)
     feature = List(Value("float32"), length=shares.shape[1])
     return rows.cast_column(column, feature)

@@ -9,6 +9,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Iterable
 from pyarrow.dataset import ParquetFileFormat
 
 from entame_hf.data import Splits, load_splits, split_dataset, tables
+from entame_hf.data.columns import image_names
 from entame_hf.errors import InputError
 
 CAT_DOG, DOG_CAT = ClassLabel(names=["cat", "dog"]), ClassLabel(names=["dog", "cat"])
@@ -337,3 +338,17 @@ def test_a_test_split_without_labels_has_none_in_another_order_either(tmp_path):
     splits = load_splits(dataset_name=str(tmp_path))
     assert splits.test is None
     assert "12 images of split 'test' left out: no labels" in splits.describe()
+
+
+@pytest.mark.parametrize(
+    "labels", [["cat", "dog", "dog", "cat"], [[1, 0], [0, 1], [0, 1], [1, 0]]], ids=["text", "shares"]
+)
+def test_images_of_chosen_rows_are_not_copied(labels, monkeypatch):
+    monkeypatch.setattr(Dataset, "flatten_indices", lambda *_, **__: pytest.fail("copies the images"))
+    images = [{"bytes": b"%d" % i, "path": None} for i in range(12)]
+    columns = {"image": images, "label": labels * 3, "split": ["train", "val", "train"] * 4}
+    splits = split_dataset(Dataset.from_dict(columns).cast_column("image", Image(decode=False)))
+    assert [image["bytes"] for image in splits.validation["image"]] == [b"1", b"4", b"7", b"10"]
+    assert splits.validation["label"][:] == [1, 0, 0, 1]
+    assert splits.train["label"][:] == [0, 1, 0, 1, 1, 0, 1, 0]
+    assert image_names(splits.validation, "image") == ["row 1", "row 4", "row 7", "row 10"]
