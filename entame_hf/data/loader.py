@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -213,7 +213,7 @@ def split_dataset(
 
 def _as_source(loaded: Source | Mapping[str, Rows] | Rows) -> Source:
     if isinstance(loaded, Source):
-        return Source(loaded.splits, loaded.layout, list(loaded.notes), list(loaded.skipped))
+        return replace(loaded, notes=list(loaded.notes), skipped=list(loaded.skipped))
     if isinstance(loaded, Mapping):
         return Source({str(name): rows for name, rows in loaded.items()}, "a dataset in memory")
     return Source({TRAIN: loaded}, "a dataset in memory")

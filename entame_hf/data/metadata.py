@@ -28,6 +28,7 @@ class Row(NamedTuple):
     label: str | int
     split: str
     where: str
+    split_column: str | None
 
 
 def read_metadata(
@@ -67,6 +68,7 @@ def read_metadata(
     _check_lost(found, lost, tables)
     total = sum(map(len, tables.values()))
     source = Source({}, f"{', '.join(sorted({os.path.basename(file) for file in tables}))} beside images")
+    source.split_column = next((row.split_column for row in found.values() if row.split), None)
     source.notes.append(f"{total:,} rows of metadata and {count_of(len(known), 'image')}: {len(found):,} match.")
     if repeated := total - len(lost) - len(found):
         source.notes.append(f"{count_of(repeated, 'duplicate row')} of metadata ignored.")
@@ -187,6 +189,7 @@ def _read(path: str, label_column_name: str | None, needed: bool) -> list[Row] |
             _label(row[chosen[0]], number, path),
             "" if split_column is None or row.get(split_column) is None else str(row[split_column]),
             f"row {number} of {path}",
+            split_column,
         )
         for number, row in enumerate(rows, start=1)
     ]

@@ -38,6 +38,7 @@ def split_by_column(source: Source, named: set[str], label_column_name: str | No
     column = find_split_column(columns, lambda name: named_rows(rows, name)[0])
     if column is None:
         return
+    shown = source.split_column or column
     values, codes = named_rows(rows, column)
     names = list(dict.fromkeys(values))
     chosen = {name: np.isin(codes, [i for i, value in enumerate(values) if value == name]) for name in names}
@@ -48,13 +49,13 @@ def split_by_column(source: Source, named: set[str], label_column_name: str | No
         train, other, *_ = sorted(names, key=lambda name: -int(chosen[name].sum()))
         unused = "" if own in names else f"; if they are no splits, give `train_split={own}`"
         raise InputError(
-            f"Column {column!r} holds {listed(map(repr, names))}, and no split is called "
+            f"Column {shown!r} holds {listed(map(repr, names))}, and no split is called "
             f"{listed(map(repr, strangers))}. Give each row train, validation or test, or name those that you use: "
             f"`train_split={train}` `eval_split={other}`{unused}."
         )
     rows = rows.remove_columns(column)
     source.splits = {name: rows.select(np.flatnonzero(here)) for name, here in chosen.items()}
-    source.layout += f", split by column {column!r}"
+    source.layout += f", split by column {shown!r}"
 
 
 def choose_roles(source: Source, train_split: str | None, eval_split: str | None) -> dict[str, str]:

@@ -34,13 +34,15 @@ class SkippedImage(NamedTuple):
 class Source:
     """Hold the splits that a loader found, by the names that the user knows, and how they lie there.
 
-    `notes` say what is left out, with counts, one sentence each; `skipped` names these images.
+    `notes` say what is left out, with counts, one sentence each; `skipped` names these images; `split_column` is what
+    the user calls the column "split".
     """
 
     splits: dict[str, Rows]
     layout: str
     notes: list[str] = field(default_factory=list)
     skipped: list[SkippedImage] = field(default_factory=list)
+    split_column: str | None = None
 
     def leave_out(self, images: Sequence[str], split: str, reason: str, where: str) -> None:
         """Leave images out, and say how many."""

@@ -242,6 +242,7 @@ def test_a_column_takes_precedence_over_folders(folder, column):
     text = f"file_name,label,{column}\n" + "".join(f"{','.join(row)}\n" for row in rows)
     splits = load_splits(data_dir=folder(text, [row[0] for row in rows]))
     assert [len(part) for part in (splits.train, splits.validation)] == [8, 4]
+    assert f"split by column '{column}'" in splits.describe()
 
 
 def test_a_row_without_a_split_belongs_to_its_folder(folder):
