@@ -66,7 +66,7 @@ def open_cache(parts: list[str], rows: int, length: int, limit: int) -> ImageCac
         return ImageCache(key, rows, length, limit)
     # Windows has no fcntl.
     except (ImportError, OSError) as error:
-        logger.warning(f"The image cache cannot be used, so every epoch decodes all images: {error}")
+        logger.warning_once(f"The image cache cannot be used, so every epoch decodes all images: {error}")
         return None
 
 

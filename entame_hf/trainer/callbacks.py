@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 from accelerate.utils import set_seed
+from torch import nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
-from ..patch import set_trained
+from ..errors import InputError
+from ..patch import normalised_heads, set_trained
 from .loss import scales_loss
 from .resume import check_finite
 
@@ -18,6 +20,22 @@ class TrainedHeadCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         set_trained(kwargs["model"])
+        if state.global_step == 1:
+            check_normalised(kwargs["model"])
+
+
+def check_normalised(model: nn.Module) -> None:
+    """Refuse to go on if a step has normalised no feature, though heads are there to do so.
+
+    Statistics that a pass over the images has measured serve batches of one image too.
+    """
+    heads = list(normalised_heads(model))
+    if heads and not any(leaf.znorm.largest_batch > 0 or leaf.znorm.mean.any() for _, leaf in heads):
+        raise InputError(
+            f"The first step has normalised nothing before `{heads[0][0]}`. If batches hold one image, set a larger "
+            "`per_device_train_batch_size` or `entame_method=mei`. If the model never calls this layer, name the one "
+            "that it calls: `EntameConfig(head=...)`."
+        )
 
 
 class PerRankSeedCallback(TrainerCallback):

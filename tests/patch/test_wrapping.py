@@ -105,6 +105,12 @@ def test_a_model_without_values_is_wrapped_unseen():
     assert as_transformers(model).timm_model is model
 
 
+def test_a_model_that_takes_other_inputs_is_wrapped_unseen():
+    model = timm.create_model("test_resnet", num_classes=7)
+    model.register_forward_pre_hook(lambda module, images: images[0].flatten(1))
+    assert as_transformers(model).timm_model is model
+
+
 def test_names_of_classes_that_timm_knows_are_kept():
     model = timm.create_model("test_vit", num_classes=3)
     model.pretrained_cfg["label_names"] = ["ant", "bee", "cat"]

@@ -90,7 +90,7 @@ def test_rows_that_do_not_sum_to_1_are_refused_in_later_batches(tiny_vit):
 )
 def test_indices_that_are_no_class_are_refused_in_any_batch(tiny_vit, tmp_path, label, message):
     with pytest.raises(InputError, match=message):
-        run(tiny_vit, Labelled(label), tmp_path, per_device_train_batch_size=1, max_steps=24)
+        run(tiny_vit, Labelled(label), tmp_path, per_device_train_batch_size=1, max_steps=24, entame_method="mei")
 
 
 def test_ignored_labels_and_those_of_a_loss_of_ones_own_are_no_classes(tiny_vit):

@@ -22,7 +22,7 @@ class Classifier(nn.Module):
         if self.training:
             self.sizes.append(len(pixel_values))
         logits = self.fc(self.norm(pixel_values.mean((2, 3))))
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        return {"loss": None if labels is None else nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
 class Stream(IterableDataset):
@@ -33,11 +33,11 @@ class Stream(IterableDataset):
         return iter(self.rows)
 
 
-def train(tmp_path, data, kind=EntameTrainer, **options):
+def train(tmp_path, data, kind=EntameTrainer, method="entame", **options):
     defaults = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "report_to": "none", "save_strategy": "no"}
     args = EntameTrainingArguments(str(tmp_path), use_cpu=True, **{**defaults, **options})
-    model = Classifier()
-    kind(model, args, train_dataset=data, **({} if kind is Trainer else {"entame": EntameConfig(head="fc")})).train()
+    model, config = Classifier(), EntameConfig.for_method(method, head="fc")
+    kind(model, args, train_dataset=data, **({} if kind is Trainer else {"entame": config})).train()
     return model.sizes
 
 
@@ -69,8 +69,18 @@ def test_batches_of_one_image_are_refused_with_what_to_set(tmp_path, options):
         train(tmp_path, RandomImages(3 if options else 1), **options)
 
 
-def test_frozen_statistics_take_batches_of_one_image(tmp_path):
-    assert train(tmp_path, RandomImages(3), per_device_train_batch_size=1, freeze_statistics=True) == [1] * 6
+@pytest.mark.parametrize("method", ["mei", "informed"])
+def test_frozen_statistics_take_batches_of_one_image(tmp_path, method):
+    options = {"per_device_train_batch_size": 1, "freeze_statistics": True, "method": method}
+    # The informed start reads all images first.
+    assert train(tmp_path, RandomImages(3), **options)[-6:] == [1] * 6
+
+
+@pytest.mark.parametrize("method", ["entame", "fn"])
+def test_a_first_step_that_normalises_nothing_is_refused(tmp_path, method):
+    options = {"per_device_train_batch_size": 1, "freeze_statistics": True, "method": method}
+    with pytest.raises(InputError, match=r"normalised nothing.*`per_device_train_batch_size` or `entame_method=mei`"):
+        train(tmp_path, RandomImages(3), gradient_accumulation_steps=2, **options)
 
 
 def test_losses_of_joined_batches_count_for_their_images(tmp_path):
