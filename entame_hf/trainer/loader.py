@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
-from transformers import TrainingArguments
+from transformers import TrainingArguments, default_data_collator
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import has_length
 from transformers.utils import logging
@@ -35,6 +35,13 @@ def temporarily(target: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(target, name, value)
+
+
+def collate(examples: list[Any]) -> dict[str, Any]:
+    """Collate examples as Trainer does by default; so are pairs of an image and its class, as torchvision gives."""
+    if isinstance(examples[0], tuple) and len(examples[0]) == 2:
+        examples = [{"pixel_values": image, "labels": label} for image, label in examples]
+    return default_data_collator(examples)
 
 
 def prepared_loader(
@@ -76,7 +83,7 @@ def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_diff
     return accelerator.reduce(to_device(torch.tensor(mean, dtype=torch.float64), accelerator.device), "mean")
 
 
-def whole_step(batches: list[Any], trainer: Any) -> list[Any]:
+def full_step(batches: list[Any], trainer: Any) -> list[Any]:
     """Leave out the micro-batches at the end of a stream that do not fill an optimizer step.
 
     Trainer would add their gradient to the first step of the next pass.

@@ -32,7 +32,7 @@ from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
-from .loader import explained_inputs, has_batch_norm, mean_batch_size, prepared_loader, temporarily, whole_step
+from .loader import collate, explained_inputs, full_step, has_batch_norm, mean_batch_size, prepared_loader, temporarily
 from .loss import ClassificationLoss, CustomLoss, LossFilter, read_class_weights, scales_loss
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance
@@ -108,8 +108,8 @@ class EntameTrainer(Trainer):
         wrapped = None if model is None else as_transformers(model)
         check_loaded(wrapped, moves=not hasattr(wrapped, "hf_device_map"))
         super().__init__(
-            *(wrapped, args, data_collator, train_dataset, eval_dataset, processing_class, model_init),  # type: ignore
-            *(compute_loss_func, compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs),
+            *(wrapped, args, data_collator or collate, train_dataset, eval_dataset, processing_class),
+            *(model_init, compute_loss_func, compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs),  # type: ignore
             preprocess_logits_for_metrics,
         )
         set_log_level(args)
@@ -256,7 +256,7 @@ class EntameTrainer(Trainer):
         if self.batch_maker is not None:
             self.batch_maker.set_epoch(int(self.state.epoch or 0))
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = whole_step(batches, self)
+        batches = full_step(batches, self)
         self.mean_batch_size = mean_batch_size(batches, self.accelerator, self.parts_differ)
         return batches, num_items
 

@@ -99,3 +99,21 @@ def test_losses_of_joined_batches_count_for_their_images(tmp_path):
         EntameTrainer(model, args, train_dataset=RandomImages(9), entame=config).train()
         states.append(model.fc.weight.detach().double())
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-7)
+
+
+def test_pairs_of_torchvision_train_as_examples_by_name_do(tmp_path):
+    """Trainer itself ends in a TypeError about `vars`."""
+    examples = RandomImages(8)
+    pairs = [(examples[i]["pixel_values"], examples[i]["labels"]) for i in range(8)]
+    states = []
+    for data in (examples, pairs):
+        torch.manual_seed(0)
+        args = EntameTrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no")
+        model = Classifier()
+        trainer = EntameTrainer(model, args, train_dataset=data, eval_dataset=data, entame=EntameConfig(head="fc"))
+        trainer.train()
+        states.append((model.state_dict(), trainer.evaluate()["eval_loss"]))
+    (first, loss), (second, other) = states
+    assert loss == other
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
