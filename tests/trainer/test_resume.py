@@ -54,12 +54,26 @@ def train(folder, resume=None, callbacks=None, **changes):
     return trainer
 
 
-def in_a_fork(function, *args, **kwargs):
-    """Run a function in a process of its own, and return its exit code."""
-    process = multiprocessing.get_context("fork").Process(target=function, args=args, kwargs=kwargs)
+def in_a_fork(function):
+    """Run a function in a copy of this process, and return its exit code."""
+    return _exit_code("fork", function)
+
+
+def in_a_process(function, *args, **kwargs):
+    """Run a training in a process of its own, and return its exit code. A copy of one with threads may not train."""
+    return _exit_code("spawn", _with_threads, function, torch.get_num_threads(), *args, **kwargs)
+
+
+def _exit_code(method, function, *args, **kwargs):
+    process = multiprocessing.get_context(method).Process(target=function, args=args, kwargs=kwargs)
     process.start()
     process.join()
     return process.exitcode
+
+
+def _with_threads(function, count, *args, **kwargs):
+    torch.set_num_threads(count)
+    function(*args, **kwargs)
 
 
 def train_until_killed(folder, checkpoint, name, **options):
@@ -105,7 +119,7 @@ def same_ending(trainer, expected):
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
 @pytest.mark.runs
 def test_killed_while_a_checkpoint_is_written(tmp_path, whole, warnings, name):
-    assert in_a_fork(train_until_killed, tmp_path, "checkpoint-4", name, save_total_limit=1) == -signal.SIGKILL
+    assert in_a_process(train_until_killed, tmp_path, "checkpoint-4", name, save_total_limit=1) == -signal.SIGKILL
     assert (tmp_path / "checkpoint-4").is_dir()
     args = arguments(tmp_path, resume_from_checkpoint="last")
     assert last_checkpoint(args) == str(tmp_path / "checkpoint-2")
@@ -125,7 +139,7 @@ def test_killed_after_the_last_checkpoint(tmp_path, max_steps):
 def test_killed_while_an_older_runs_checkpoint_is_written_over(tmp_path, whole):
     shutil.copytree(whole[1], tmp_path / "run")
     options = {"resume": str(tmp_path / "run" / "checkpoint-2")}
-    in_a_fork(train_until_killed, tmp_path / "run", "checkpoint-4", "optimizer.pt", **options)
+    in_a_process(train_until_killed, tmp_path / "run", "checkpoint-4", "optimizer.pt", **options)
     assert damage(tmp_path / "run" / "checkpoint-4") == "its writing never ended"
 
 
@@ -191,17 +205,18 @@ class FullDisk(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.RLIM_INFINITY))
 
 
+def train_on_full_disk(folder, limit):
+    try:
+        train(folder, callbacks=[FullDisk(3, limit)])
+    except RunError as error:
+        (folder / "error.txt").write_text(str(error))
+
+
 # The size of the weights is 1.9 MB, and that of the optimizer's state twice as much.
 @pytest.mark.parametrize("limit", [1_000_000, 2_500_000], ids=["weights", "optimizer"])
 @pytest.mark.runs
 def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, whole, limit):
-    def run():
-        try:
-            train(tmp_path, callbacks=[FullDisk(3, limit)])
-        except RunError as error:
-            (tmp_path / "error.txt").write_text(str(error))
-
-    assert in_a_fork(run) == 0
+    assert in_a_process(train_on_full_disk, tmp_path, limit) == 0
     message = (tmp_path / "error.txt").read_text()
     assert f"{tmp_path / 'checkpoint-4'} could not be written" in message
     assert "MB are free" in message
