@@ -57,8 +57,8 @@ class BatchDataset(Dataset):
 
     @contextmanager
     def evaluation_view(self) -> Iterator[BatchDataset]:
-        """Show the same images as evaluation sees them; by default there is no difference."""
-        yield self
+        """Show the same images as evaluation sees them, for as long as this context lasts."""
+        yield self.for_evaluation()
 
     def finish(self, batch: Any, device: torch.device) -> dict[str, Tensor]:
         """Turn what was read into a model's input on a device."""

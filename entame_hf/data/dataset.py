@@ -168,7 +168,9 @@ class ClassificationDataset(PipelineDataset):
 
     def for_evaluation(self) -> ClassificationDataset:
         """Give the same images as evaluation sees them: without augmentation, labelled by their largest share."""
-        view = self if self.evaluation else self._without_augmentation()
+        if self.evaluation:
+            return self
+        view = self._without_augmentation()
         view._targets = self.labels
         return view
 

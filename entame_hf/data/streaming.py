@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import datasets
@@ -171,11 +170,6 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         # What it reads is read again in training, and counts there.
         view.evaluation, view.unreadable = True, UnreadableNames(self.pipeline.num_classes)
         return view
-
-    @contextmanager
-    def evaluation_view(self) -> Iterator[StreamingDataset]:
-        """Show the same stream as evaluation sees its images."""
-        yield self.for_evaluation()
 
     def _add_unreadable(self, item: dict[str, Any], error: UnreadableImageError) -> None:
         # Shuffled rows are numbered anew in each pass.
