@@ -110,7 +110,8 @@ class Augmentation:
         if self.crops:
             boxes = _random_boxes(ratios.numpy(), draw("crop", count=2 * _TRIES + 2))
             scale = np.array([pixels.shape[2], pixels.shape[3]] * 2, np.float32)
-            pixels = crop_and_resize(pixels, _on(boxes * scale, pixels), size)
+            pixels = crop_and_resize(pixels, torch.from_numpy(boxes * scale), size)
+        pixels = pixels.contiguous()
         if self.name != "none":
             flipped = _on(draw("flip", count=1)[:, :, None, None] < 0.5, pixels)
             pixels = torch.where(flipped, pixels.flip(-1), pixels)

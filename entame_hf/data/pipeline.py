@@ -160,12 +160,14 @@ class ImagePipeline:
         pixels = batch.pixels_on(torch.device(device))
         labels = to_device(batch.labels, torch.device(device))
         pixels = pixels.view(self.preparation.dtype).unflatten(1, (*self.preparation.size, 3))
-        pixels = pixels.permute(0, 3, 1, 2).contiguous()
+        pixels = pixels.permute(0, 3, 1, 2)
         augmentation = self.augmentation
         if augmentation:
             pixels = augmentation(pixels, batch.ratios, self.preparation.output_size, batch.rows, batch.epoch)
         elif self._crop:
             pixels = self._crop(pixels, batch.ratios, self.preparation.output_size)
+        else:
+            pixels = pixels.contiguous()
         # Once a device: the host waits for a copy in each batch.
         if str(device) not in self._affine:
             self._affine[str(device)] = self.preparation.scale.to(device), self.preparation.shift.to(device)
@@ -224,11 +226,10 @@ def _of_similar_size(sizes: dict[int, tuple[int, int]]) -> Iterator[list[int]]:
 
 def _prepare_batch(images: list[Tensor], resize_crop: ResizeCrop) -> Tensor:
     """Pad images to a batch, crop and resize each: uint8 (N, 3, *size)."""
-    device = images[0].device
     sizes = torch.tensor([image.shape[1:] for image in images])
     boxes = torch.tensor([resize_crop.box(*size) for size in sizes.tolist()])
-    padded = images[0].new_zeros(len(images), 3, *sizes.amax(0).tolist())
+    padded = images[0].new_zeros(len(images), *sizes.amax(0).tolist(), 3).permute(0, 3, 1, 2)
     views = [image[:, :height, :width] for image, (height, width) in zip(padded, sizes.tolist(), strict=True)]
     torch._foreach_copy_(views, images)
-    resized = crop_and_resize(padded, boxes.to(device), resize_crop.size, resize_crop.filter, sizes.to(device))
+    resized = crop_and_resize(padded, boxes, resize_crop.size, resize_crop.filter, sizes)
     return resized.round().clamp(0, 255).to(torch.uint8)

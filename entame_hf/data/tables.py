@@ -77,7 +77,7 @@ def open_dataset(
         else:
             if streaming:
                 if own:
-                    builder.config.fragment_scan_options = _scan_options(next(iter(own.values()))[0][0])
+                    vars(builder.config).update(_streaming_options(next(iter(own.values()))[0][0]))
                 loaded = builder.as_streaming_dataset()
             else:
                 builder.download_and_prepare()
@@ -160,9 +160,15 @@ def _without_secrets(text: str) -> str:
     return re.sub(r"hf_[A-Za-z0-9]{16,}", "hf_***", text)
 
 
-def _scan_options(path: str) -> ParquetFragmentScanOptions:
-    """Read row groups ahead from a network alone: a shuffled stream holds ten, each twice while it is read ahead."""
-    return ParquetFragmentScanOptions(pre_buffer="://" in path)
+def _streaming_options(path: str) -> dict[str, Any]:
+    """Say how to read Parquet as a stream, of which a shuffle reads ten files at a time.
+
+    From the disk, a few rows at a time: row groups may hold 100 MB, and to allocate them anew takes as long as to read
+    them. From a network, whole row groups, and the next one ahead.
+    """
+    remote = "://" in path
+    how = ParquetFragmentScanOptions(pre_buffer=remote, use_buffered_stream=not remote, buffer_size=2**20)
+    return {"fragment_scan_options": how, "batch_size": 100}
 
 
 def _names_of_files(builder: Any) -> dict[str, list[tuple[str, Names]]]:
@@ -222,7 +228,7 @@ def _load_by_file(
                 split="train",
                 streaming=streaming,
                 features=declared if nameless else None,
-                **({"fragment_scan_options": _scan_options(path)} if streaming else {}),
+                **(_streaming_options(path) if streaming else {}),
             )
             for column, feature in part.features.items():
                 if isinstance(feature, Image):

@@ -231,22 +231,22 @@ def test_a_label_beside_another_class_label_is_ambiguous():
 
 
 @pytest.mark.parametrize("second", [CAT_DOG, DOG_CAT])
-def test_a_stream_of_files_on_the_disk_reads_no_row_group_ahead(second, tmp_path, monkeypatch):
+def test_a_stream_of_files_on_the_disk_never_holds_a_row_group(second, tmp_path, monkeypatch):
     """A row group may hold 100 MB, and a shuffled stream reads ten at a time."""
     for split in ("train", "validation"):
         for number, labels in enumerate((CAT_DOG, second)):
             write(tmp_path / f"{split}-{number}.parquet", ["cat", "dog"] * 10, labels)
-    ahead = []
+    ways = []
 
     def file_format(default_fragment_scan_options):
-        ahead.append(default_fragment_scan_options.pre_buffer)
+        ways.append(default_fragment_scan_options)
         return ParquetFileFormat(default_fragment_scan_options=default_fragment_scan_options)
 
     monkeypatch.setattr(pyarrow.dataset, "ParquetFileFormat", file_format)
     splits = load_splits(dataset_name=str(tmp_path), streaming=True)
     assert len(list(splits.train)) == 40
-    assert ahead
-    assert not any(ahead)
+    assert ways
+    assert all(way.use_buffered_stream and not way.pre_buffer for way in ways)
 
 
 @pytest.fixture
