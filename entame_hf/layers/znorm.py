@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -223,3 +223,8 @@ class ZNormConv2d(ZNormLeaf, nn.Conv2d):
             raise InputError(f"`kernel_size={kernel_size}`, `groups={self.groups}` do not fold back: use 1 and 1.")
         where = {name: conv.get(name) for name in ("device", "dtype")}
         self.znorm = ZNorm(in_channels, eps=eps, momentum=momentum, sync=sync, dim=-3, **where)
+
+
+def without_statistics(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out the feature statistics of heads, which stock models lack."""
+    return {name: tensor for name, tensor in state_dict.items() if ".znorm." not in name}

@@ -13,6 +13,7 @@ from transformers import BaseImageProcessor, PreTrainedModel
 
 from ..errors import InputError
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
+from ..layers import without_statistics
 from .features import restored_modes
 from .gathering import is_sharded
 from .saving import patch_save_pretrained, pretrained_cfg
@@ -96,7 +97,7 @@ def _likely_arguments(model: Any) -> list[dict[str, Any]]:
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in model.state_dict().items() if ".znorm." not in name}
+    return {name: tensor.shape for name, tensor in without_statistics(model.state_dict()).items()}
 
 
 def _computes_alike(stock: nn.Module, model: Any, arguments: dict[str, Any]) -> bool:
@@ -104,8 +105,7 @@ def _computes_alike(stock: nn.Module, model: Any, arguments: dict[str, Any]) -> 
 
     Poolings, activations, strides and whatever else was passed to `timm.create_model` show in no tensor's shape.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    weights = {name: tensor for name, tensor in tensors.items() if ".znorm." not in name}
+    weights = without_statistics({**dict(model.named_parameters()), **dict(model.named_buffers())})
     if is_sharded(model) or any(tensor.is_meta for tensor in weights.values()):
         return True
     first = next(model.parameters())

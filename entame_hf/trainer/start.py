@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ..config import EntameConfig, noise_to_signal_ratio
 from ..errors import InputError
 from ..heads import Head, base_model, find_heads, has_adapters, is_peft, num_classes
+from ..layers import without_statistics
 from ..patch import applied_config, apply_entame, check_bias, clear_entame_state, frozen_backbone, frozen_statistics
 from ..training_args import AUTO, HeadArguments
 from .checkpoint import prepare_resuming
@@ -112,9 +113,7 @@ def explain_changed_layers(model: nn.Module) -> None:
         return
     with torch.device("meta"):
         stock = type(base)(copy.deepcopy(base.config))
-    known, saved = (
-        dict.fromkeys(name for name in part.state_dict() if ".znorm." not in name) for part in (stock, base)
-    )
+    known, saved = (without_statistics(part.state_dict()) for part in (stock, base))
     missing, unknown = (next((name for name in a if name not in b), None) for a, b in ((known, saved), (saved, known)))
     if missing or unknown:
         effects = [f"draw `{missing}` at random"] * bool(missing) + [f"drop `{unknown}`"] * bool(unknown)
