@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..errors import InputError
 from ..files import explained_write_errors, write_text
-from ..trainer import check_writable, find_checkpoint, same_on_all, used_options
+from ..trainer import asks_for_last, check_writable, find_checkpoint, same_on_all, used_options
 from .options import OptionParser
 
 logger = logging.get_logger(__name__)
@@ -88,7 +88,7 @@ def check_output_dir(args: TrainingArguments, model: str | None = None, *data: s
 def _resumes_here(args: TrainingArguments) -> bool:
     """Tell whether a run resumes from a checkpoint of its output folder."""
     asked = args.resume_from_checkpoint
-    if asked is None or asked.lower() in ("last", "true"):
+    if asked is None or asks_for_last(asked):
         return asked is not None
     return Path(asked).resolve().is_relative_to(Path(str(args.output_dir)).resolve())
 

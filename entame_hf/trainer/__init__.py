@@ -8,7 +8,7 @@ from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
 from .informed import sampled_batches, training_batches
 from .parallel import same_on_all, set_log_level, zero3_init_disabled
 from .provenance import used_options
-from .resume import check_finite, find_checkpoint, last_intact_checkpoint
+from .resume import asks_for_last, check_finite, find_checkpoint, last_intact_checkpoint
 from .trainer import EntameTrainer
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "EnergyRecorder",
     "EntameTrainer",
     "HeadRates",
+    "asks_for_last",
     "check_finite",
     "check_writable",
     "find_checkpoint",

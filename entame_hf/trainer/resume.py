@@ -159,14 +159,19 @@ def last_intact_checkpoint(folder: str | Path) -> str | None:
     return None
 
 
+def asks_for_last(asked: str | Literal[True]) -> bool:
+    """Tell whether `resume_from_checkpoint` asks for the newest intact checkpoint of the output folder."""
+    return asked is True or asked.lower() in ("last", "true")
+
+
 def find_checkpoint(asked: str | Literal[True], args: TrainingArguments) -> str:
-    """Find the checkpoint that a run resumes from; `True`, `"last"` and `"true"` ask for the newest intact one.
+    """Find the checkpoint that a run resumes from; see [`asks_for_last`].
 
     Raises:
         InputError: there is none, or it cannot be resumed from.
     """
     folder = str(args.output_dir)
-    newest = asked is True or asked.lower() in ("last", "true")
+    newest = asks_for_last(asked)
     with args.main_process_first(desc="looking for the last intact checkpoint"):
         found = last_intact_checkpoint(folder) if newest else str(asked)
         missing = found is None or not Path(found).is_dir()
