@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -242,9 +242,10 @@ def _resize(model: nn.Module, heads: list[Head], num_labels: int, generator: tor
     before: set[int | None] = {num_classes(head.module) for head in heads}
     for head in heads:
         leaf = head.module
-        leaf.weight = _empty_like(leaf.weight, num_labels)
-        if leaf.bias is not None:
-            leaf.bias = _empty_like(leaf.bias, num_labels)
+        for parameter in (leaf.weight, leaf.bias):
+            if parameter is not None:
+                # The object stays: an optimizer that was built before would train what is no longer in the model.
+                parameter.grad, parameter.data = None, parameter.data.new_empty((num_labels, *parameter.shape[1:]))
         setattr(leaf, "out_features" if isinstance(leaf, nn.Linear) else "out_channels", num_labels)
         _draw(leaf, REBUILT_STD, generator)
         clear_config(leaf)
@@ -256,10 +257,6 @@ def _resize(model: nn.Module, heads: list[Head], num_labels: int, generator: tor
         for name in ("num_classes", "num_labels"):
             if vars(module).get(name) in before:
                 setattr(module, name, num_labels)
-
-
-def _empty_like(parameter: Tensor, rows: int) -> nn.Parameter:
-    return nn.Parameter(parameter.new_empty((rows, *parameter.shape[1:])), requires_grad=parameter.requires_grad)
 
 
 def set_feature_norm(heads: list[Head], config: EntameConfig) -> None:

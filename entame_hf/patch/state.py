@@ -8,8 +8,8 @@ On each head, so that it disappears with the head:
   read from the head itself. Folding removes it.
 - `entame_trained` (`bool`): True if a new head would wipe what this one has learned, False if a new one is wanted.
   Without it, a randomly drawn head has learned something once its bias is not zero.
-- `entame_check`: whether a forward pre-hook refuses the first training forward of a new head that was frozen since.
-  That forward, LoRA around the head and folding remove it.
+- `entame_check`: whether a forward hook refuses a new head that was frozen since, or whose training in eval mode
+  normalises nothing. Its first training forward, LoRA around the head and folding remove it.
 - `_load_from_state_dict`: removes these notes, and itself, when the weights of a stock or folded head are loaded.
 
 On the model given, on the model inside it and on a `PeftModel` around it:
@@ -64,26 +64,38 @@ def _load_from_state_dict(leaf: Any, state_dict: dict[str, Any], prefix: str, *a
 
 
 def start_check(path: str, leaf: Leaf) -> None:
-    """Refuse a new head in its first training forward if it is frozen by then."""
+    """Refuse a new head that is frozen by its first training forward, or that is trained in eval mode before it."""
     stop_check(leaf)
     # The hook's handle is not kept: torch.compile cannot trace it.
-    leaf.register_forward_pre_hook(partial(_check_forward, path))
+    leaf.register_forward_hook(partial(_check_forward, path))
     vars(leaf)["entame_check"] = True
 
 
 def stop_check(leaf: nn.Module) -> None:
     """End what [`start_check`] began: an adapter learns in the head's place, or the head has learned."""
     if vars(leaf).pop("entame_check", False):
-        for key, hook in list(leaf._forward_pre_hooks.items()):
+        for key, hook in list(leaf._forward_hooks.items()):
             if isinstance(hook, partial) and hook.func is _check_forward:
-                del leaf._forward_pre_hooks[key]
+                del leaf._forward_hooks[key]
 
 
-def _check_forward(path: str, leaf: Any, args: Any) -> None:
+def _check_forward(path: str, leaf: Any, args: Any, output: torch.Tensor) -> None:
     if leaf.training and torch.is_grad_enabled():
         check_learns(path, leaf)
         if not torch.compiler.is_compiling():
             stop_check(leaf)
+    elif isinstance(leaf, ZNormLeaf) and output.requires_grad and not torch.compiler.is_compiling():
+        # An evaluation without no_grad has no backward.
+        output.register_hook(partial(_refuse_eval_mode, path, leaf))
+
+
+def _refuse_eval_mode(path: str, leaf: Any, gradient: torch.Tensor) -> None:
+    if "entame_check" in vars(leaf) and leaf.weight.requires_grad:
+        raise InputError(
+            f"`{path}` is trained in eval mode, where features are normalised by statistics that only training mode "
+            "collects. Call model.train() before each training step, and eval() on what is to stay frozen, such as "
+            'BatchNorm; or use EntameConfig.for_method("mei"), which does not normalise features.'
+        )
 
 
 def check_learns(path: str, leaf: Leaf) -> None:

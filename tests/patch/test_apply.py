@@ -181,6 +181,20 @@ class TestNumLabels:
         if config is not None:
             assert config.num_labels == len(config.id2label) == len(config.label2id) == 7
 
+    def test_an_optimizer_that_was_built_before_trains_the_rebuilt_head(self, classifier):
+        build, side, _ = classifier
+        model = build(4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        logits_of(model, images(side)).sum().backward()
+        apply_entame(model, num_labels=7).train()
+        before = [head.module.weight.detach().clone() for head in find_heads(model)]
+        optimizer.step()
+        assert all(torch.equal(head.module.weight, b) for head, b in zip(find_heads(model), before, strict=True))
+        logits = logits_of(model, images(side))
+        torch.nn.functional.cross_entropy(logits, torch.arange(len(logits)) % 7).backward()
+        optimizer.step()
+        assert not torch.equal(find_heads(model)[0].module.weight, before[0])
+
     def test_keeps_dtype(self):
         model = apply_entame(timm.create_model("test_resnet").bfloat16(), num_labels=7)
         assert model.fc.weight.dtype == model.fc.bias.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""A new head that was frozen after it was drawn is refused by name, before it is trained or saved."""
+"""A new head that could not learn, or that never normalises, is refused by name before it is trained or saved."""
 
 from __future__ import annotations
 
@@ -44,8 +44,11 @@ def test_a_bare_timm_model_is_no_exception():
         model(IMAGES)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training mode", "evaluation mode"])
-@pytest.mark.parametrize("method", ["mei", "entame"])
+@pytest.mark.parametrize(
+    ("method", "training"),
+    [("mei", True), ("mei", False), ("entame", True)],
+    ids=["mei-training mode", "mei-evaluation mode", "entame-training mode"],
+)
 def test_a_head_that_has_learned_may_be_frozen(tmp_path, tiny_vit, method, training):
     model = apply_entame(tiny_vit, EntameConfig.for_method(method)).train(training)
     train(model)
@@ -69,12 +72,45 @@ def test_the_check_leaves_nothing_behind(tiny_vit):
     for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
         train(clone.train())
         assert "entame_check" not in vars(clone.classifier)
-        assert not vars(clone.classifier)["_forward_pre_hooks"]
+        assert not vars(clone.classifier)["_forward_hooks"]
     folded = fold_entame(apply_entame(tiny_vit, num_labels=8))
-    assert not vars(folded.classifier)["_forward_pre_hooks"]
+    assert not vars(folded.classifier)["_forward_hooks"]
 
 
 def test_the_check_compiles_into_one_graph(tiny_vit):
     model = torch.compile(apply_entame(tiny_vit).train(), backend="eager", fullgraph=True)
     train(model)
+    train(model)
+
+
+# from_pretrained returns eval mode, and frozen BatchNorm is often had by eval() on all of the model.
+@pytest.mark.parametrize("method", ["fn", "entame"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["whole model", "linear probe"])
+def test_training_in_eval_mode_normalises_nothing_and_is_refused(tiny_vit, method, frozen):
+    model = apply_entame(tiny_vit, EntameConfig.for_method(method)).eval()
+    model.vit.requires_grad_(not frozen)
+    before = model.classifier.weight.detach().clone()
+    with pytest.raises(InputError, match=r"`classifier` is trained in eval mode.*model\.train\(\)") as error:
+        train(model)
+    assert "\n" not in str(error.value)
+    assert torch.equal(model.classifier.weight, before)
+
+
+def test_a_backbone_in_eval_mode_is_trained_with_a_head_that_normalises(tiny_vit):
+    model = apply_entame(tiny_vit).eval()
+    model.classifier.train()
+    train(model)
+    assert model.classifier.znorm.mean.any()
+    # Such as Grad-CAM.
+    model.eval()(IMAGES).logits.sum().backward()
+
+
+def test_eval_mode_with_gradients_is_no_training(tiny_vit):
+    model = apply_entame(tiny_vit).eval()
+    model(IMAGES)
+    # Their own statistics, or those of a stock model, need no training mode.
+    for other in (EntameConfig.for_method("mei"), EntameConfig.for_method("keep")):
+        train(apply_entame(copy.deepcopy(tiny_vit), other, num_labels=8).eval())
+    stock = copy.deepcopy(model.state_dict())
+    model.load_state_dict({name: tensor for name, tensor in stock.items() if ".znorm." not in name})
     train(model)

@@ -94,7 +94,7 @@ PRIVATE = {
     "_foreach_copy_": ("torch", lambda _: torch),
     "_modules": ("torch", lambda _: nn.Linear(1, 1)),
     "_parameters": ("torch", lambda _: nn.Linear(1, 1)),
-    "_forward_pre_hooks": ("torch", lambda _: nn.Linear(1, 1)),
+    "_forward_hooks": ("torch", lambda _: nn.Linear(1, 1)),
     "_buffers": ("torch", lambda _: nn.Linear(1, 1)),
     "_orig_mod": ("torch", lambda _: torch.compile(nn.Linear(1, 1))),
     "_fsdp_wrapped_module": ("torch", lambda _: words_of(torch.distributed.fsdp._common_utils)),
