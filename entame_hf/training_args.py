@@ -60,6 +60,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     for name in names.split()
 }
 
+# Options that may be fractions.
+FRACTIONS = ("learning_rate", "weight_decay", "warmup_steps", "num_train_epochs", "label_smoothing_factor")
+
 SAVE_DTYPES = ["float32", "bfloat16", "float16"]
 
 # Argument parsers read an option without a value as True.
@@ -264,18 +267,41 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             setattr(self, launched, True)
         if self.output_dir == "" or "\0" in str(self.output_dir):
             raise InputError(f"`output_dir={self.output_dir!r}` names no folder. Give one, such as `output_dir=out`.")
+        self.check()
+        self._fill_schedule()
+        for name in FRACTIONS:
+            # A search casts its numbers to the type that it finds: the int 0 would make 0.1 a 0.
+            if type(value := getattr(self, name)) is int:
+                setattr(self, name, float(value))
+        super().__post_init__()
+        with suppress(TypeError, ValueError):
+            # HfArgumentParser leaves it a string.
+            self.head_lr = self.head_lr and float(self.head_lr)
+
+    def check(self) -> None:
+        """Check the options of the package, and all that are numbers; they may have been set since.
+
+        Raises:
+            InputError: a value is outside of its domain, or the recipe is another than the schedule's.
+        """
         if self.recipe not in RECIPES:
             raise InputError(unknown_value("`recipe`:", self.recipe, RECIPES))
+        filled = vars(self).get("_filled", self.recipe)
+        if filled != self.recipe:
+            raise InputError(
+                f"`recipe={self.recipe}` was set after the arguments were built, and their schedule is that of "
+                f"{filled}. Pass it to EntameTrainingArguments; in a search, set `entame_method`, `head_lr` and "
+                "`lr_scheduler_type` instead."
+            )
         check_numbers(self)
         if self.save_dtype not in SAVE_DTYPES:
             raise InputError(unknown_value("`save_dtype`:", self.save_dtype, SAVE_DTYPES))
-        self._fill_schedule()
-        super().__post_init__()
         self.entame_config()
         self._check_head_lr()
 
     def _fill_schedule(self) -> None:
         """Take the schedule from the recipe: Trainer reads these fields, so they cannot stay `None`."""
+        self._filled = self.recipe
         recipe = RECIPES["paper"] | RECIPES[self.recipe]
         if self.lr_scheduler_type is None:
             self.lr_scheduler_type = recipe["lr_scheduler_type"]
@@ -297,9 +323,10 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
             )
         if rate in (None, AUTO):
             return
+        value = 0.0
         with suppress(TypeError, ValueError):
-            self.head_lr = float(rate)
-        if not (isinstance(self.head_lr, float) and 0 < self.head_lr < math.inf):
+            value = float(rate)
+        if not 0 < value < math.inf:
             raise InputError(
                 f'head_lr={self.head_lr!r} must be "auto", which measures it in the first step, or a positive number, '
                 "such as 1e-3."

@@ -7,12 +7,15 @@ from typing import Any
 
 from accelerate.utils import set_seed
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
+from transformers.utils import logging
 
 from ..errors import InputError
 from ..patch import normalised_heads, set_trained
-from .loss import scales_loss
+from .loss import ClassificationLoss, scales_loss
 from .resume import check_finite
+
+logger = logging.get_logger(__name__)
 
 
 class TrainedHeadCallback(TrainerCallback):
@@ -120,3 +123,72 @@ class FiniteCheck(TrainerCallback):
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         check_finite(kwargs["model"], args, state)
+
+
+class UnusedCheck(TrainerCallback):
+    """Refuse options and methods that a subclass leaves unused, and parameters that no optimizer will update."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._has_stepped = False
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._has_stepped = False
+        if type(self.trainer).create_optimizer_and_scheduler is not Trainer.create_optimizer_and_scheduler:
+            raise InputError(
+                "create_optimizer_and_scheduler of your own is never called: Trainer builds one after the other. "
+                "Override create_optimizer(self, model=None), and create_scheduler if need be."
+            )
+        if "create_optimizer" not in self.trainer.reached and not self.trainer.is_deepspeed_enabled:
+            self.trainer.head_rates.assign(self.trainer.optimizer, ours=False)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self._has_stepped:
+            return
+        self._has_stepped = True
+        loss, warmup = self.trainer.label_smoother, self.trainer.head_args.warmup_steps_of_head()
+        if self.trainer.compute_loss_func is None and isinstance(loss, ClassificationLoss) and not loss.was_called:
+            if loss.class_weights is not None:
+                raise InputError(
+                    "class_weights have no effect: compute_loss of your own does not use them. Call "
+                    "super().compute_loss() or self.label_smoother(outputs, labels) in it, or leave class_weights out."
+                )
+            if loss.epsilon:
+                logger.warning(
+                    f"`label_smoothing_factor={loss.epsilon:g}` has no effect unless compute_loss of your own reads "
+                    "it. Call super().compute_loss() or self.label_smoother(outputs, labels) in it, or leave it out."
+                )
+        if warmup and "training_step" not in self.trainer.reached:
+            raise InputError(
+                f"`head_warmup_steps={warmup}` has no effect: training_step of your own updates the backbone too. "
+                "Call super().training_step() in it, or set `head_warmup_steps=0`."
+            )
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._check_updated()
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._check_updated()
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._check_updated()
+
+    def _check_updated(self) -> None:
+        """Refuse parameters that were unfrozen or replaced since the optimizer was built."""
+        trainer = self.trainer
+        # Sharding replaces parameters.
+        if not trainer.is_in_train or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            return
+        new = {
+            name: parameter
+            for name, parameter in trainer.model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in trainer.trainable
+        }
+        held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+        name = next((name for name, parameter in new.items() if id(parameter) not in held), None)
+        if name is not None:
+            raise InputError(
+                f"`{name}` was unfrozen or replaced after the optimizer was built, which never updates it. Let it "
+                "require gradients before train(), and freeze it in on_train_begin until it is to be trained; or call "
+                "train() a second time, with `entame_method=keep`."
+            )

@@ -141,9 +141,9 @@ class HeadRates(TrainerCallback):
             _split_groups(optimizer, heads)
         groups = [group for group in optimizer.param_groups if MARK in group]
         if not groups:
-            name = "head_lr_multiplier" if own.head_lr is None else "head_lr"
-            why = "has none that holds the heads" if ours else "was built by you"
-            logger.warning(f"{name} is ignored: the optimizer {why}. Give it a group of the heads.")
+            name = "head_lr" if own.head_lr_multiplier is None else "head_lr_multiplier"
+            why = "holds no head" if ours else "was built by you"
+            logger.warning(f"{name} is ignored: the optimizer {why}. Set the heads' rate in it.")
             return
         known = dict.fromkeys((group[MARK] for group in groups), peak)
         if peak == AUTO:

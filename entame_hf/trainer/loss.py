@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 from ..errors import InputError
@@ -29,7 +30,7 @@ class ClassificationLoss:
     """
 
     def __init__(self, epsilon: float = 0.0, class_weights: Tensor | None = None) -> None:
-        self.epsilon, self.class_weights = epsilon, class_weights
+        self.epsilon, self.class_weights, self.was_called = epsilon, class_weights, False
 
     def __call__(self, outputs: Any, labels: Tensor, **kwargs: Any) -> Tensor:
         """Compute the mean over labels that count.
@@ -39,6 +40,7 @@ class ClassificationLoss:
                 counts.
             labels (`torch.Tensor`): int64 (N, *), or floating (N, C): a share of each class. -100 is left out.
         """
+        self.was_called = True
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         logits = widen(logits[0] if isinstance(logits, tuple) else logits)
         weights = None if self.class_weights is None else self.class_weights.to(logits)
@@ -51,6 +53,18 @@ class ClassificationLoss:
             count = (labels != IGNORED_LABEL).sum()
         total = cross_entropy(logits, labels, weights, reduction="sum", label_smoothing=self.epsilon)
         return total / count
+
+
+def choose_loss(trainer: Any, class_weights: Tensor | None = None) -> None:
+    """Let a trainer compute the loss that its arguments ask for, which a search changes between trainings.
+
+    Trainer reads them once, and its own label smoother takes the logarithm in the dtype of the logits.
+    """
+    known, epsilon = trainer.label_smoother, trainer.args.label_smoothing_factor
+    if isinstance(known, ClassificationLoss):
+        known.epsilon = epsilon
+    elif class_weights is not None or (epsilon and type(known) in (type(None), LabelSmoother)):
+        trainer.label_smoother = ClassificationLoss(epsilon, class_weights)
 
 
 class CustomLoss:

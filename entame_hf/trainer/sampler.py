@@ -83,11 +83,20 @@ def share_evenly(loader: DataLoader, avoids_single_rows: bool = False) -> bool:
     Changed in place: a training loader that accelerate has prepared, unless it reads a stream or drops the last batch.
     With `avoids_single_rows`, the last batch joins the one before it if a process would get one row of it, of which
     BatchNorm has no variance.
+
+    Raises:
+        InputError: batches that are not full are dropped, and none is full.
     """
     shard: Any = loader.batch_sampler
     processes, index, batches = 1, 0, shard
     if isinstance(shard, BatchSamplerShard) and not shard.split_batches:
         processes, index, batches = shard.num_processes, shard.process_index, shard.batch_sampler
+    if isinstance(batches, BatchSampler) and batches.drop_last and not len(shard):
+        raise InputError(
+            f"{len(loader.dataset)} examples fill no batch of {batches.batch_size * processes}, and "  # type: ignore
+            "`dataloader_drop_last=True` drops them all. Set a smaller `per_device_train_batch_size`, or "
+            "`dataloader_drop_last=False`."
+        )
     if type(batches) is not BatchSampler or batches.drop_last or isinstance(loader.dataset, IterableDataset):
         return False
     rest = len(batches.sampler) % (batches.batch_size * processes)  # type: ignore[arg-type]

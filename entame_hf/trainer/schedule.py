@@ -27,10 +27,12 @@ def resolve_ratios(args: TrainingArguments, steps: int) -> Iterator[None]:
     """Turn warm-up and decay from fractions of `steps` into steps while this context lasts.
 
     `Trainer` does so for a warm-up, and takes all steps for it if there is one, by which some schedules divide by
-    zero. It knows the decay of the schedule `warmup_stable_decay` in steps only. A schedule that does not take its
-    options is explained in one line.
+    zero. It knows the decay of the schedule `warmup_stable_decay` in steps only. Schedules that follow a metric look
+    for its maximum if `greater_is_better`. A schedule that does not take its options is explained in one line.
     """
     given = warmup, options = args.warmup_steps, args.lr_scheduler_kwargs
+    if SchedulerType(args.lr_scheduler_type) in PLATEAU and args.greater_is_better:
+        args.lr_scheduler_kwargs = {"mode": "max", **(options or {})}  # type: ignore[dict-item]
     if 0 < warmup < 1:
         args.warmup_steps = min(args.get_warmup_steps(steps), steps - 1)
     elif warmup >= steps and SchedulerType(args.lr_scheduler_type) not in WITHOUT_WARMUP:
@@ -58,8 +60,8 @@ PLATEAU = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 def complete_schedule(args: TrainingArguments) -> None:
     """Make a schedule do what the other arguments ask for, where transformers would leave it out without a word.
 
-    A warm-up turns `constant` into `constant_with_warmup`. Schedules that follow a metric look for its maximum if
-    `greater_is_better`. Arguments change in place, so that logs and model cards tell what was used.
+    A warm-up turns `constant` into `constant_with_warmup`. Arguments change in place, so that logs and model cards
+    tell what was used.
     """
     kind = SchedulerType(args.lr_scheduler_type)
     if args.warmup_steps > 0 and kind == SchedulerType.CONSTANT:
@@ -69,9 +71,6 @@ def complete_schedule(args: TrainingArguments) -> None:
             f"`warmup_steps={args.warmup_steps:g}` has no effect: `lr_scheduler_type={kind.value}` has no warm-up. "
             "Use another schedule, or `warmup_steps=0`."
         )
-    if kind in PLATEAU and args.greater_is_better:
-        options: Any = args.lr_scheduler_kwargs or {}
-        args.lr_scheduler_kwargs = {"mode": "max", **options}
 
 
 @contextmanager

@@ -16,9 +16,11 @@ from ..errors import InputError
 from ..heads import Head, base_model, find_heads, has_adapters, is_peft, num_classes
 from ..layers import without_statistics
 from ..patch import applied_config, apply_entame, check_bias, clear_entame_state, frozen_backbone, frozen_statistics
-from ..training_args import AUTO, HeadArguments
+from ..training_args import AUTO, EntameTrainingArguments, HeadArguments
 from .checkpoint import prepare_resuming
+from .loss import choose_loss
 from .parallel import check_sharding, normalise_in_float32
+from .provenance import check_provenance
 from .resume import has_finite_weights
 
 logger = logging.get_logger(__name__)
@@ -57,7 +59,14 @@ def explain_precedence(entame: EntameConfig | None, args: HeadArguments, model: 
 
 def prepare_model(trainer: Any, checkpoint: str | None) -> None:
     """Start the heads of a trainer's model, or give them a checkpoint's structure, and freeze what is to be frozen."""
-    model, args, own, config = trainer.model, trainer.args, trainer.head_args, trainer.entame_config()
+    model, args, own = trainer.model, trainer.args, trainer.head_args
+    if isinstance(args, EntameTrainingArguments):
+        # A search sets some.
+        args.check()
+    choose_loss(trainer)
+    if checkpoint is None:
+        trainer.provenance = check_provenance(trainer, None)
+    config = trainer.entame_config()
     check_loaded(model)
     explain_changed_layers(model)
     check_sharding(trainer.accelerator, config, own.warmup_steps_of_head(), own.resolve("head_lr") == AUTO)
@@ -93,6 +102,7 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
         trainer.frozen.enter_context(frozen_backbone(model, trainer.heads()))
     elif own.resolve("freeze_statistics"):
         trainer.frozen.enter_context(frozen_statistics(model))
+    trainer.trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
 
 
 def check_loaded(model: nn.Module | None, moves: bool = True) -> None:
@@ -156,6 +166,7 @@ def forget_training(trainer: Any) -> None:
     That optimizer knows neither new arguments nor parameters that were unfrozen since. One that the user gave stays.
     """
     trainer.attempts = 0
+    trainer.reached.clear()
     # accelerate wraps it.
     if getattr(trainer.optimizer, "optimizer", trainer.optimizer) is trainer.own_optimizer:
         trainer.optimizer = None

@@ -23,7 +23,7 @@ from ..files import explained_write_errors, write_file
 from ..heads import TIMM_PREFIX, Head, find_heads
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
-from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, hide_energies
+from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, UnusedCheck, hide_energies
 from .checkpoint import load_trained, prepare_resuming, save_trained
 from .energies import EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
@@ -33,7 +33,7 @@ from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
 from .loader import collate, explained_inputs, full_step, has_batch_norm, mean_batch_size, prepared_loader, temporarily
-from .loss import ClassificationLoss, CustomLoss, LossFilter, read_class_weights, scales_loss
+from .loss import ClassificationLoss, CustomLoss, LossFilter, choose_loss, read_class_weights, scales_loss
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance
 from .report import try_to_write_card
@@ -118,22 +118,20 @@ class EntameTrainer(Trainer):
         # Most vision models take **kwargs and scale nothing. Trainer takes their loss for one that is divided already:
         # gradients would grow with gradient accumulation (transformers#47688).
         self.model_accepts_loss_kwargs = False
-        class_weights = None if class_weights is None else read_class_weights(class_weights, self)
-        if class_weights is not None or self.label_smoother is not None:
-            # Trainer's own takes the logarithm in the dtype of the logits.
-            self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor, class_weights)
+        choose_loss(self, None if class_weights is None else read_class_weights(class_weights, self))
         if compute_loss_func is not None:
             self.compute_loss_func = CustomLoss(compute_loss_func, args)
         self.read_labels, self.filter_loss = LabelReader(compute_loss_func is not None), LossFilter()
         self.card_options: dict[str, Any] = {}
         self.energies, self.head_rates, self.head_fitter = EnergyRecorder(self), HeadRates(self), HeadFitter(self)
         self.evaluations, self.evaluation_sums = Evaluations(), EvaluationSums(self.args)
-        own = (self.evaluations, self.head_fitter, self.energies, self.head_rates, FiniteCheck(self))
-        for callback in (PerRankSeedCallback(), TrainedHeadCallback(), *own, CheckpointUploads(self)):
+        own = (self.energies, self.head_rates, FiniteCheck(self), UnusedCheck(self), CheckpointUploads(self))
+        for callback in (PerRankSeedCallback(), TrainedHeadCallback(), self.evaluations, self.head_fitter, *own):
             self.add_callback(callback)
         hide_energies(self)
-        # What is frozen while train() runs, and how often a batch size was tried in it.
-        self.frozen, self.attempts = ExitStack(), 0
+        # What is frozen while train() runs, and how often a batch size was tried in it; which methods of ours it has
+        # called, and the parameters that it began with.
+        self.frozen, self.attempts, self.reached, self.trainable = ExitStack(), 0, set[str](), set[int]()
         self.batch_maker, self.parts_differ, self.mean_batch_size, self.own_optimizer = None, False, None, None
         self.operations: dict[int, int] = {}
 
@@ -183,8 +181,6 @@ class EntameTrainer(Trainer):
         resume_from_checkpoint: Any,
         trial: Any,
     ) -> tuple[int, int]:
-        if resume_from_checkpoint is None:
-            self.provenance = check_provenance(self, None)
         prepare_model(self, resume_from_checkpoint)
         self.filter_loss, self.operations = LossFilter(), {}
         place = super()._init_training_state(
@@ -197,6 +193,7 @@ class EntameTrainer(Trainer):
     # The heads' parameter group must exist before the scheduler reads the groups.
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         ours = self.optimizer is None
+        self.reached.add("create_optimizer")
         with explain_optimizer_errors(self.args):
             optimizer: Any = super().create_optimizer(model)
         check_optimizer_options(self.args, optimizer if ours else None)
@@ -287,6 +284,7 @@ class EntameTrainer(Trainer):
     # Head warm-up: after the backward and before clipping. The optimizer skips parameters without gradients, and DDP
     # has reduced them already, so nothing has to be frozen.
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        self.reached.add("training_step")
         inputs = self.read_labels(inputs, self.model)
         with explained_inputs(self, inputs):
             loss = super().training_step(model, inputs, num_items_in_batch)

@@ -145,6 +145,11 @@ def test_the_trainer_is_one_short_file():
     assert len(Path(inspect.getfile(EntameTrainer)).read_text().splitlines()) < 450
 
 
+def test_trainer_still_builds_optimizer_and_scheduler_apart():
+    loop = inspect.getsource(Trainer._inner_training_loop) + inspect.getsource(Trainer._prepare_for_training)
+    assert "self.create_optimizer_and_scheduler(" not in loop
+
+
 @pytest.mark.parametrize("name", CALLED_FROM)
 def test_trainer_still_calls_its_private_methods(name):
     source = inspect.getsource(getattr(Trainer, CALLED_FROM[name]))
