@@ -17,11 +17,13 @@ from .layout import (
     LAYOUTS,
     find_layout,
     has_classes,
+    refuse_folders_of_all_images,
     refuse_repeated_classes,
     unwrap,
     unwrap_split,
 )
 from .metadata import read_metadata, table
+from .side_tables import compare_with_tables
 from .source import Source, count_of, listed
 from .splits import TRAIN, UNLABELED, find_splits, kind_of, normal, split_kinds
 from .tree import Folder, scan
@@ -70,11 +72,12 @@ def read_folder(
     """
     if data_layout not in LAYOUTS:
         raise InputError(f"`data_layout={data_layout}`: no such layout. Layouts: {', '.join(LAYOUTS)}.")
+    whole = root
     root, strays = unwrap(root)
     named = [name for name in (train_split, eval_split) if name]
     source = read_metadata(root, set(named), label_column_name, needed=not has_classes(root))
     if source is None:
-        source = _read_classes(root, train_split, set(named), data_layout)
+        source = _read_classes(root, train_split, set(named), data_layout, whole)
         if files := [path for folder in root.walk() for path in folder.metadata]:
             source.notes.append(f"{files[0]} has no column called label: folders name the classes.")
     source.leave_out(strays, "", "beside the class folders", root.path)
@@ -85,7 +88,7 @@ def read_folder(
     return source
 
 
-def _read_classes(root: Folder, train_split: str | None, named: set[str], data_layout: str) -> Source:
+def _read_classes(root: Folder, train_split: str | None, named: set[str], data_layout: str, whole: Folder) -> Source:
     layout, kinds = find_layout(root, data_layout, named)
     source = Source({}, f"DATA_DIR/{layout}")
     if layout == CLASSES:
@@ -99,11 +102,14 @@ def _read_classes(root: Folder, train_split: str | None, named: set[str], data_l
         raise InputError(f"No image in a class folder of {root.path}. {HOW}.")
     for name, files in splits.get(TRAIN, {}).items():
         if not files:
-            filled = [folder.path for folder in root.filled]
-            remedy = f", or give `data_dir={filled[0]}`" if len(filled) == 1 else ""
+            others = [folder.path for folder in root.filled]
+            remedy = f", or give `data_dir={others[0]}`" if len(others) == 1 else ""
             raise InputError(
                 f"Class folder {name!r} of {root.path} has no image to train on. Add some or remove it{remedy}."
             )
+    if data_layout == "auto":
+        filled = [pair for classes in splits.values() for pair in classes.items()]
+        compare_with_tables(whole, {path: name for name, files in filled for path in files}, source)
     source.splits = {split: _table(classes) for split, classes in splits.items()}
     return source
 
@@ -119,7 +125,9 @@ def _classes(folders: list[Folder], source: Source | None) -> Classes:
     """Read the images of each class; a source takes the folders whose names say that they have no labels."""
     classes: Classes = {}
     if source:
-        refuse_repeated_classes(folders, source.layout.removeprefix("DATA_DIR/"))
+        layout = source.layout.removeprefix("DATA_DIR/")
+        refuse_repeated_classes(folders, layout)
+        refuse_folders_of_all_images(folders, layout)
     for folder in folders:
         if source and split_kinds([folder.name]).get(folder.name) == UNLABELED:
             source.leave_out(folder.images(), folder.name, "no labels", folder.path)

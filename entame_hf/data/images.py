@@ -29,6 +29,9 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _PIXEL_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
+# How a file begins that git left to Git LFS.
+LFS_POINTER = b"version https://git-lfs"
+
 
 class UnreadableImageError(OSError):
     """Report an image that cannot be used: missing, broken, too large, or not an image."""
@@ -168,7 +171,7 @@ def _plugin(data: bytes) -> tuple[str, str, str] | None:
 def _unknown_format(data: bytes) -> str:
     if not data:
         return "the file is empty"
-    if data.startswith(b"version https://git-lfs"):
+    if data.startswith(LFS_POINTER):
         return "a Git LFS pointer instead of the image: run git lfs pull"
     return "not an image, or of an unknown format"
 

@@ -18,7 +18,8 @@ HOW = (
 )
 
 # Names of a folder in a split that holds the split's images, and no class.
-_HOLDERS = frozenset({"images", "image", "imgs", "img", "all", "unknown", "data", "photos"})
+_ALL_IMAGES = frozenset({"images", "image", "imgs", "img"})
+_HOLDERS = _ALL_IMAGES | {"all", "unknown", "data", "photos"}
 
 
 def unwrap(folder: Folder) -> tuple[Folder, list[str]]:
@@ -186,6 +187,17 @@ def refuse_repeated_classes(folders: list[Folder], layout: str) -> None:
             raise InputError(
                 f"{folder.path} holds {listed(repeated)}, as the classes beside it are called. If it is no class, "
                 f"move it out of {os.path.dirname(folder.path)}; if it is one, give `data_layout={layout}`."
+            )
+
+
+def refuse_folders_of_all_images(folders: list[Folder], layout: str) -> None:
+    """Refuse a folder called images among the classes: it holds those of all, beside masks/ or annotations/."""
+    for folder in folders:
+        others = [other.name for other in folders if other is not folder and other.count]
+        if folder.name.casefold() in _ALL_IMAGES and folder.files and others:
+            raise InputError(
+                f"{folder.path} holds {folder.count:,} images and no class folders, and lies beside {listed(others)}. "
+                f"{HOW}. If these folders are the classes, give `data_layout={layout}`."
             )
 
 

@@ -150,7 +150,7 @@ def _check_lost(found: dict[str, Row], lost: list[Row], tables: dict[str, Any]) 
 
 def _read(path: str, label_column_name: str | None, needed: bool) -> list[Row] | None:
     """Read rows; `None` where there are no labels, or none that is sure and needed."""
-    rows = _READERS[suffix_of(path)](path)
+    rows = READERS[suffix_of(path)](path)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     if FILE_COLUMN not in columns:
         if not needed:
@@ -208,7 +208,7 @@ def _label(value: Any, number: int, path: str) -> str | int:
     )
 
 
-def _read_csv(path: str) -> list[dict[str, Any]]:
+def read_csv(path: str) -> list[dict[str, Any]]:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             header = file.readline()
@@ -247,4 +247,4 @@ def _read_parquet(path: str) -> list[dict[str, Any]]:
         raise InputError(f"{path} cannot be read as Parquet: {error}. Save it again.") from error
 
 
-_READERS = {".csv": _read_csv, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
+READERS = {".csv": read_csv, ".jsonl": _read_jsonl, ".parquet": _read_parquet}

@@ -23,6 +23,7 @@ from pyarrow.dataset import ParquetFragmentScanOptions
 
 from ..errors import InputError
 from .folders import open_folder, read_folder
+from .images import LFS_POINTER
 from .labels import recode
 from .source import Rows, SkippedImage, Source, count_of, listed
 from .splits import split_kinds
@@ -95,11 +96,22 @@ def open_dataset(
     except Exception as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         reason = shorten(_without_secrets(str(cause or error)) or type(error).__name__, 400, placeholder=" ...")
+        if pointer := _lfs_pointer(name):
+            reason = f"{pointer} is a Git LFS pointer instead of the table: run git lfs pull"
         asked = f"`dataset_name={name}`" + (f" `dataset_config_name={config}`" if config else "")
         raise InputError(
             f"Cannot load {_without_secrets(asked)}: {reason.rstrip('.')}. Give the id of a dataset on the Hub (after "
             "`hf auth login` where it is private) or a local folder, and a `dataset_config_name` that it has."
         ) from error
+
+
+def _lfs_pointer(name: str) -> str | None:
+    """Find a table in a folder that git left to Git LFS."""
+    for path in scan(name).tables() if os.path.isdir(name) else ():
+        with open(path, "rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                return path
+    return None
 
 
 def refuse_streaming(name: str) -> NoReturn:

@@ -352,3 +352,11 @@ def test_images_of_chosen_rows_are_not_copied(labels, monkeypatch):
     assert splits.validation["label"][:] == [1, 0, 0, 1]
     assert splits.train["label"][:] == [0, 1, 0, 1, 1, 0, 1, 0]
     assert image_names(splits.validation, "image") == ["row 1", "row 4", "row 7", "row 10"]
+
+
+def test_a_table_that_git_left_to_lfs_is_named(tmp_path):
+    write(tmp_path / "train-0.parquet", ["cat", "dog"] * 10, CAT_DOG)
+    pointer = tmp_path / "train-1.parquet"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(InputError, match=rf"{pointer} is a Git LFS pointer instead of the table: run git lfs pull"):
+        load_splits(dataset_name=str(tmp_path))
