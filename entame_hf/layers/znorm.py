@@ -59,8 +59,7 @@ class ZNorm(nn.Module):
             return z_norm(x, self.mean, self.var, eps=self.eps, dim=self.dim)
         wide = widen(x)
         across = self._across_processes()
-        if not across and x.numel() <= self.num_features:
-            # One sample has no spread.
+        if self.has_no_spread(x):
             return z_norm(x, self.mean, self.var, eps=self.eps, dim=self.dim)
         batch = batch_statistics(wide, self.dim, across)
         if across:
@@ -75,6 +74,10 @@ class ZNorm(nn.Module):
         if not _recomputing():
             self._store(batch)
         return standardise(wide, batch, self.eps, self.dim).to(x.dtype)
+
+    def has_no_spread(self, x: Tensor) -> bool:
+        """Tell whether features are those of one sample at most, and of no other process's either."""
+        return x.numel() <= self.num_features and not self._across_processes()
 
     @torch.no_grad()
     def _store(self, batch: BatchStatistics) -> None:
@@ -139,6 +142,12 @@ class ZNormLeaf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.znorm.unfold_next and self.training:
+            if getattr(self, "_is_replica", False):
+                raise InputError(
+                    "A kept head carries over to normalised features in its first training batch, and DataParallel "
+                    "would lose that with its replica. Use DistributedDataParallel, or "
+                    'EntameConfig(init="keep", feature_norm=False).'
+                )
             self.znorm.unfold_(self, x)
         return super().forward(self.znorm(x))
 

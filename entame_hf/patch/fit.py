@@ -62,8 +62,8 @@ def fit_head(
         `list[HeadFit]`: one for each head.
 
     Raises:
-        InputError: the model was not prepared or is sharded, there is no labelled image, or a label is none of the
-            head's classes.
+        InputError: the model was not prepared or is sharded, its heads differ in their number of classes, there is no
+            labelled image, or a label is none of the head's classes.
 
     Example:
 
@@ -98,6 +98,13 @@ def collect_head_features(
     model: nn.Module, heads: list[Head], batches: Iterable[Any], max_samples: int
 ) -> list[HeadFeatures]:
     """Collect what heads read, see [`collect_features`], of a model that is not sharded."""
+    counts = {num_classes(head.module): head.path for head in heads}
+    if len(counts) > 1:
+        (first, path), (second, other), *_ = counts.items()
+        raise InputError(
+            f"{path} has {first} classes and {other} has {second}: the labels of one task cannot fit both. Name heads "
+            'of one task: EntameConfig.for_method("informed", head=...); or use `entame_method="entame"`.'
+        )
     for head in heads:
         if is_sharded(head.module):
             raise InputError(

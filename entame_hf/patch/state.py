@@ -32,11 +32,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..config import EntameConfig
 from ..errors import InputError
 from ..heads import Leaf, base_model, find_heads, leaves, num_classes
 from ..layers import ZNormLeaf
+
+logger = logging.get_logger(__name__)
 
 
 def set_config(leaf: Leaf, config: EntameConfig) -> None:
@@ -76,14 +79,21 @@ def stop_check(leaf: nn.Module) -> None:
     if vars(leaf).pop("entame_check", False):
         for key, hook in list(leaf._forward_hooks.items()):
             if isinstance(hook, partial) and hook.func is _check_forward:
-                del leaf._forward_hooks[key]
+                # DataParallel's replicas share the hooks.
+                leaf._forward_hooks.pop(key, None)
 
 
 def _check_forward(path: str, leaf: Any, args: Any, output: torch.Tensor) -> None:
     if leaf.training and torch.is_grad_enabled():
         check_learns(path, leaf)
-        if not torch.compiler.is_compiling():
-            stop_check(leaf)
+        if torch.compiler.is_compiling():
+            return
+        stop_check(leaf)
+        if isinstance(leaf, ZNormLeaf) and leaf.znorm.has_no_spread(args[0]):
+            logger.warning_once(
+                f"The first batch that `{path}` is trained on holds one image: nothing is normalised until one holds "
+                'two or more. Train on larger batches, or use EntameConfig.for_method("mei").'
+            )
     elif isinstance(leaf, ZNormLeaf) and output.requires_grad and not torch.compiler.is_compiling():
         # An evaluation without no_grad has no backward.
         output.register_hook(partial(_refuse_eval_mode, path, leaf))

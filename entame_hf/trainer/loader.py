@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from ..data import BatchDataset, BatchLoader, batch_loader, to_device
 from ..errors import InputError
-from ..heads import Head, num_classes, num_features
+from ..heads import Head, base_model, num_classes, num_features
 from ..patch import BATCH_NORMS, frozen_statistics
 
 logger = logging.get_logger(__name__)
@@ -114,8 +114,9 @@ def has_batch_norm(model: nn.Module) -> bool:
 def explained_inputs(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """Say in one line why a model cannot train on a micro-batch, where the libraries speak of tensors.
 
-    It has no labels, BatchNorm has one value a channel, or a head takes another number of features. The last batch of
-    a stream cannot join the one before it: one image is normalised by the running statistics.
+    It has no labels, or inputs that the model does not take; BatchNorm has one value a channel; or a head takes
+    another number of features. The last batch of a stream cannot join the one before it: one image is normalised by
+    the running statistics.
     """
     model, args, rows = trainer.model, trainer.args, find_batch_size(inputs)
     if "labels" not in inputs and trainer.label_names == ["labels"] and trainer.compute_loss_func is None:
@@ -131,6 +132,14 @@ def explained_inputs(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
         return
     try:
         yield
+    except TypeError as error:
+        name = next((name for name in inputs if f"unexpected keyword argument '{name}'" in str(error)), None)
+        if name is None:
+            raise
+        raise InputError(
+            f"The batches have `{name}`, which this {type(base_model(model)).__name__} does not take. Leave it out of "
+            "the examples, or set `remove_unused_columns=True`."
+        ) from error
     except (RuntimeError, ValueError) as error:
         if "Expected more than 1 value per channel" in str(error):
             raise InputError(

@@ -158,6 +158,22 @@ def test_each_head_fits_its_own_features_and_one_that_evaluation_skips_is_left()
     assert torch.equal(model.heads[2].weight, left)
 
 
+@pytest.mark.parametrize(
+    ("heads", "refused"), [(["heads.0", "heads.1"], True), ("heads.0", False)], ids=["both", "one"]
+)
+def test_heads_of_several_tasks_cannot_be_fitted_to_the_labels_of_one(heads, refused):
+    class Tasks(Toy):
+        def forward(self, x):
+            return self.heads[0](x), self.heads[1](x)
+
+    model = apply_entame(Tasks(nn.Linear(8, 3), nn.Linear(8, 5)), EntameConfig(init="ridge", head=heads))
+    if refused:
+        with pytest.raises(InputError, match=r"heads\.0 has 3 classes and heads\.1 has 5"):
+            fit_head(model, [blobs(8)])
+    else:
+        assert len(fit_head(model, [blobs(8)])) == 1
+
+
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_a_head_over_raw_features_gives_the_logits_of_normalised_ones(bias):
     features, labels = blobs(8)

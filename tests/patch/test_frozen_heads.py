@@ -8,6 +8,7 @@ import pickle
 import pytest
 import timm
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from entame_hf import EntameConfig, InputError, apply_entame, fit_head, fold_entame
@@ -114,3 +115,27 @@ def test_eval_mode_with_gradients_is_no_training(tiny_vit):
     stock = copy.deepcopy(model.state_dict())
     model.load_state_dict({name: tensor for name, tensor in stock.items() if ".znorm." not in name})
     train(model)
+
+
+@pytest.mark.parametrize(("images", "said"), [(1, True), (2, False)])
+def test_a_first_batch_of_one_image_is_said_to_normalise_nothing(tiny_vit, caplog, images, said):
+    apply_entame(tiny_vit).train()(IMAGES[:images]).logits.sum().backward()
+    assert ("`classifier` is trained on holds one image" in caplog.text) == said
+
+
+def test_one_image_with_positions_or_in_evaluation_is_normalised(caplog):
+    leaf = nn.Sequential(nn.Conv2d(3, 4, 1))
+    apply_entame(leaf, EntameConfig(head="0")).train()(IMAGES[:1])
+    assert leaf[0].znorm.mean.any()
+    apply_entame(nn.Sequential(nn.Linear(3, 4)), EntameConfig(head="0")).eval()(torch.ones(1, 3))
+    assert "one image" not in caplog.text
+
+
+def test_a_replica_of_data_parallel_cannot_carry_a_kept_head_over():
+    leaf = nn.Sequential(nn.Linear(3, 4))
+    kept = apply_entame(leaf, EntameConfig(init="keep", head="0")).train()
+    # As DataParallel makes them: attributes that they set are lost.
+    kept[0]._is_replica = True
+    with pytest.raises(InputError, match="DataParallel would lose that"):
+        kept(torch.randn(8, 3))
+    kept.eval()(torch.randn(8, 3))

@@ -96,6 +96,7 @@ PRIVATE = {
     "_parameters": ("torch", lambda _: nn.Linear(1, 1)),
     "_forward_hooks": ("torch", lambda _: nn.Linear(1, 1)),
     "_buffers": ("torch", lambda _: nn.Linear(1, 1)),
+    "_is_replica": ("torch", lambda _: nn.Linear(1, 1)._replicate_for_data_parallel()),
     "_orig_mod": ("torch", lambda _: torch.compile(nn.Linear(1, 1))),
     "_fsdp_wrapped_module": ("torch", lambda _: words_of(torch.distributed.fsdp._common_utils)),
     "_hf_hook": ("accelerate", lambda _: add_hook_to_module(nn.Linear(1, 1), ModelHook())),

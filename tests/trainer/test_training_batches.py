@@ -117,3 +117,24 @@ def test_pairs_of_torchvision_train_as_examples_by_name_do(tmp_path):
     assert loss == other
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
+
+
+class Named(RandomImages):
+    def __getitem__(self, index):
+        return {**super().__getitem__(index), "index": index}
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_inputs_that_a_model_does_not_take_are_named(tmp_path, rows):
+    with pytest.raises(InputError, match=r"have `index`, which this Classifier does not take.*remove_unused_columns"):
+        train(tmp_path, Named(rows))
+    assert sum(train(tmp_path, Named(rows), remove_unused_columns=True)) == 2 * rows
+
+
+def test_an_error_of_the_models_own_stays(tmp_path, monkeypatch):
+    def fail(self, pixel_values, labels=None):
+        raise TypeError("unexpected keyword argument 'other'")
+
+    monkeypatch.setattr(Classifier, "forward", fail)
+    with pytest.raises(TypeError, match="other"):
+        train(tmp_path, RandomImages(8))
