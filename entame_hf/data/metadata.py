@@ -19,6 +19,7 @@ from .splits import SPLIT_COLUMN, TRAIN, UNLABELED, find_split_column, normal, s
 from .tree import Folder, suffix_of
 
 FILE_COLUMN = "file_name"
+_ZERO_OR_ONE = frozenset({"0", "1", "0.0", "1.0", "False", "True"})
 
 
 class Row(NamedTuple):
@@ -171,6 +172,11 @@ def _read(path: str, label_column_name: str | None, needed: bool) -> list[Row] |
     if not chosen or (len(chosen) > 1 and not needed):
         return None
     if len(chosen) > 1:
+        if all(str(row.get(name)) in _ZERO_OR_ONE for row in rows for name in chosen):
+            raise InputError(
+                f"{path} holds a 0 or 1 for each of {listed(chosen)}. Write the name of the one class of each row in a "
+                "column called label."
+            )
         raise InputError(
             f"Several columns of {path} could hold the labels: {', '.join(chosen)}. Choose one: "
             f"`label_column_name={chosen[0]}`."

@@ -175,8 +175,19 @@ def test_text_and_numbers_are_not_mixed(folder):
         ("file_name,label\n,a\n2.jpg,b\n", "1 of 2 rows of .* have no image in column 'file_name': row 1"),
         ("path,label\n1.jpg,a\n", "has no column 'file_name'. Columns: path, label"),
         ("file_name,x,y\n1.jpg,a,b\n", "Several columns .*: x, y. Choose one: `label_column_name=x`"),
+        ("file_name,cat,dog\n1.jpg,1,0\n2.jpg,0.0,1.0\n", "0 or 1 for each of cat, dog.*column called label"),
     ],
-    ids=["empty", "short", "comma_in_label", "comma_in_name", "two_columns", "no_image", "no_file_name", "several"],
+    ids=[
+        "empty",
+        "short",
+        "comma_in_label",
+        "comma_in_name",
+        "two_columns",
+        "no_image",
+        "no_file_name",
+        "several",
+        "one_hot",
+    ],
 )
 def test_what_cannot_be_used_is_named(folder, text, message):
     with pytest.raises(InputError, match=message):
