@@ -174,8 +174,8 @@ def _read(path: str, label_column_name: str | None, needed: bool) -> list[Row] |
     if len(chosen) > 1:
         if all(str(row.get(name)) in _ZERO_OR_ONE for row in rows for name in chosen):
             raise InputError(
-                f"{path} holds a 0 or 1 for each of {listed(chosen)}. Write the name of the one class of each row in a "
-                "column called label."
+                f"{path} holds a 0 or 1 for each of {listed(chosen)}. Write the name of each row's class in a column "
+                "called label."
             )
         raise InputError(
             f"Several columns of {path} could hold the labels: {', '.join(chosen)}. Choose one: "

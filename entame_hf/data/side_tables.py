@@ -15,8 +15,10 @@ from .source import Source, listed
 from .splits import find_split_column
 from .tree import METADATA_FILES, Folder, suffix_of
 
-# Larger files are not read, in bytes.
-_LARGEST = 2**25
+# Larger files, in bytes, are not read; nor are more files of a folder.
+_LARGEST, _MOST = 2**25, 20
+# Of parts; a WordNet id has more digits.
+_NUMBER = re.compile(r"(?<!\d)\d{1,4}(?!\d)")
 # What columns of labels are called. Other columns count where folders are numbered, as parts of an archive are.
 _USUAL = frozenset({"label", "labels", "class", "classes", "class_name", "category", "target", "y"})
 # A column that is the same within a folder, but for this share of what differs between folders, follows from it.
@@ -38,19 +40,19 @@ def compare_with_tables(root: Folder, classes: dict[str, str], source: Source) -
     Raises:
         InputError: If the table's labels are likely to be meant.
     """
-    files = sorted(path for folder in root.walk() for path in (*folder.metadata, *folder.others))
-    tables = {path: rows for path in files if (rows := _read(path))}
+    tables = {path: rows for folder in root.walk() for path in _files(folder) if (rows := _read(path))}
     if not tables:
         return
     names = sorted(set(classes.values()))
-    numbered = len({re.sub(r"\d+", "", name) for name in names}) == 1
+    numbered = len({_NUMBER.sub("", name) for name in names}) == 1
     images = defaultdict(list)
     for path in classes:
         for key in {os.path.basename(path), os.path.splitext(os.path.basename(path))[0]}:
             images[key].append(path)
     for file, rows in tables.items():
         column, found = _find_images(rows, images)
-        if len(found) < max(2, min(len(rows), len(classes)) / 2):
+        covered = {classes[path] for path in found}
+        if len(found) < min(len(rows), len(classes)) / 2 or len(covered) < min(2, len(names)):
             continue
         others = [name for name in rows[0] if name != column]
         values = {name: {path: str(row.get(name)) for path, row in found.items()} for name in others}
@@ -67,6 +69,12 @@ def compare_with_tables(root: Folder, classes: dict[str, str], source: Source) -
                 f"classes, give `data_layout={source.layout.removeprefix('DATA_DIR/')}`."
             )
         source.notes.append(f"{file} names these images and is not read.")
+
+
+def _files(folder: Folder) -> list[str]:
+    """Give the files of a folder that may be tables; a file an image is none."""
+    files = [path for path in folder.others if suffix_of(path) in _READERS]
+    return folder.metadata + (files if len(files) <= _MOST else [])
 
 
 def _how_to_use(file: str, column: Any) -> str:
@@ -111,13 +119,9 @@ def _read(path: str) -> Table:
     """Read a table of any kind; of other files, and of those that can't be read, nothing."""
     with suppress(InputError, OSError, ValueError, AttributeError, LookupError, TypeError):
         if os.path.getsize(path) <= _LARGEST:
-            rows = _reader(suffix_of(path))(path)
+            rows = _READERS[suffix_of(path)](path)
             return rows if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else []
     return []
-
-
-def _reader(suffix: str) -> Any:
-    return {".tsv": read_csv, ".txt": _read_words, ".json": _read_json, **READERS}.get(suffix, lambda _: [])
 
 
 def _read_words(path: str) -> Table:
@@ -137,3 +141,6 @@ def _read_json(path: str) -> Any:
         labels = {each.get("image_id"): each.get("category_id") for each in held["annotations"]}
         held = {image["file_name"]: labels.get(image.get("id")) for image in held["images"]}
     return [{"file": name, "label": label} for name, label in held.items()]
+
+
+_READERS = {**READERS, ".tsv": read_csv, ".txt": _read_words, ".json": _read_json}

@@ -102,6 +102,26 @@ def test_folders_are_classes_beside_tables_that_do_not_contradict_them(table, no
     assert any("table.csv names these images and is not read" in text for text in source.notes) == note
 
 
+@pytest.mark.parametrize("files", [1, 30])
+def test_boxes_of_one_class_or_a_file_an_image_say_nothing_of_classes(files, tmp_path):
+    images = [(f"{folder}_{i:02}", f"{folder}/images", "") for folder in ("n01443537", "n01629819") for i in range(30)]
+    draw(tmp_path, images)
+    for folder in ("n01443537", "n01629819"):
+        for i in range(files):
+            rows = [f"{folder}_{j:02}.jpg\t{j % 4}\t{j % 3}" for j in (range(30) if files == 1 else [i])]
+            (tmp_path / folder / f"{i}.txt").write_text(lines(*rows))
+    source = read(tmp_path)
+    assert set(source.splits["train"]["label"]) == {"n01443537", "n01629819"}
+    assert not any("is not read" in note for note in source.notes)
+
+
+def test_sizes_of_images_in_folders_of_wordnet_ids_are_a_note(tmp_path):
+    images = [(f"{i:03}", f"n0144353{i % 3}", "") for i in range(48)]
+    draw(tmp_path, images)
+    (tmp_path / "sizes.csv").write_text(lines("file,width", *rows_of(lambda n, f, k: f"{n},{int(n) % 7}", images)))
+    assert any("sizes.csv names these images and is not read" in note for note in read(tmp_path).notes)
+
+
 def test_a_table_of_names_that_every_class_repeats_says_nothing(tmp_path):
     draw(tmp_path, [(f"{i // 3:03}", KINDS[i % 3], "") for i in range(48)])
     (tmp_path / "table.csv").write_text(lines("file,label", *[f"{i:03}.jpg,{'ab'[i % 2]}" for i in range(16)]))
