@@ -11,6 +11,9 @@ from transformers import EvalPrediction
 
 Metrics = Callable[[EvalPrediction], dict[str, float]]
 
+# What [`metrics_of_predictions`] measures.
+MEASURED = ("accuracy", "accuracy_macro", "f1_macro")
+
 
 def classification_metric() -> Any:
     """Build an `evaluate.Metric` of accuracy over examples (micro) and of accuracy and F1 over classes (macro).
@@ -47,6 +50,8 @@ def classification_metric() -> Any:
 
 
 def _scores(predictions: Any, references: Any) -> dict[str, float]:
+    if not len(references):
+        return dict.fromkeys(MEASURED, np.nan)
     present = np.unique(references)
     return {
         # Over examples: precision, recall and F1 averaged so are this number too.
@@ -59,7 +64,8 @@ def _scores(predictions: Any, references: Any) -> dict[str, float]:
 def metrics_of_predictions() -> Metrics:
     """Build `compute_metrics` for a trainer: see [`classification_metric`].
 
-    It takes logits, what [`predicted_classes`] made of them, or class indices. Labels of -100 are left out.
+    It takes logits, what [`predicted_classes`] made of them, or class indices. Labels of -100 are left out; if there
+    are no others, the metrics are NaN.
 
     Example:
 
@@ -71,13 +77,21 @@ def metrics_of_predictions() -> Metrics:
     ```
     """
 
-    # An `evaluate.Metric` needs a cache folder that it can write to.
-    def compute(prediction: EvalPrediction) -> dict[str, float]:
-        classes, _ = classes_and_confidence(prediction.predictions)
-        counted = prediction.label_ids != IGNORED_LABEL
-        return _scores(classes[counted], prediction.label_ids[counted])
+    return _measure
 
-    return compute
+
+# An `evaluate.Metric` needs a cache folder that it can write to.
+def _measure(prediction: EvalPrediction) -> dict[str, float]:
+    classes, _ = classes_and_confidence(prediction.predictions)
+    counted = prediction.label_ids != IGNORED_LABEL
+    return _scores(classes[counted], prediction.label_ids[counted])
+
+
+def measured_names(compute_metrics: Any) -> tuple[str, ...] | None:
+    """List what an evaluation with a function for its metrics measures; None if only the function knows."""
+    if compute_metrics is None:
+        return ("loss",)
+    return ("loss", *MEASURED) if compute_metrics is _measure else None
 
 
 def predicted_classes(logits: Any, labels: Any) -> tuple[Any, Any]:

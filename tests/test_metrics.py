@@ -33,6 +33,12 @@ def test_metrics_of_every_form_of_predictions(form):
     assert metrics_of_predictions()(prediction)["accuracy"] == 0.5
 
 
+def test_metrics_of_no_label_are_nan():
+    metrics = metrics_of_predictions()(EvalPrediction(predictions=LOGITS, label_ids=np.full(3, -100)))
+    assert set(metrics) == {"accuracy", "accuracy_macro", "f1_macro"}
+    assert np.isnan(list(metrics.values())).all()
+
+
 def test_the_metrics_of_a_trainer_need_no_cache_folder(monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError("read-only")

@@ -14,9 +14,10 @@ from transformers.trainer_utils import SchedulerType
 
 from ..data import default_workers
 from ..errors import InputError, unknown_value
+from ..metrics import MEASURED
 from ..training_args import BOUNDS, EntameTrainingArguments, check_numbers, option
 
-METRICS = ("loss", "accuracy", "accuracy_macro", "f1_macro")
+METRICS = ("loss", *MEASURED)
 
 SCHEDULES = [kind.value for kind in SchedulerType]
 

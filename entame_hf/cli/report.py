@@ -101,10 +101,14 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
         f'  load        AutoModelForImageClassification.from_pretrained("{folder}")',
         f"  predict     entame predict {path} FOLDER --output predictions.csv",
     ]
-    if args.save_strategy != "no" and not args.save_only_model:
+    last = None if args.save_only_model else last_intact_checkpoint(folder)
+    if last is not None:
         longer = f"--max_steps {2 * args.max_steps}" if args.max_steps > 0 else ""
         longer = longer or f"--num_train_epochs {2 * args.num_train_epochs:g}"
         lines.append(f"  continue    {resume_command(Path(folder))} {longer}")
+        step = int(last.rpartition("-")[2])
+        if step != state.global_step:
+            lines.append(f"              from the last checkpoint, of step {step:,}: later steps are taken again")
     return "\n".join(lines)
 
 

@@ -13,7 +13,6 @@ from transformers import (
     PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
-    TimmWrapperImageProcessor,
 )
 
 from ..data import (
@@ -22,7 +21,6 @@ from ..data import (
     build_datasets,
     output_size,
     set_image_size,
-    update_pretrained_cfg,
 )
 from ..errors import InputError
 from ..metrics import metrics_of_predictions, predicted_classes
@@ -58,16 +56,12 @@ def prepare_data(
             "Repair its preprocessor_config.json."
         ) from error
     check_input_size(model, size)
-    built = build_datasets(
+    return build_datasets(
         splits,
         processor,
         **data_args.build_options(args.seed),
         own_statistics=model_args.normalization == "dataset",
     )
-    if isinstance(built.processor, TimmWrapperImageProcessor):
-        # Where timm and transformers look for a timm model's mean, std, size and crop.
-        model.config.pretrained_cfg = update_pretrained_cfg(model.config.pretrained_cfg, built.processor)
-    return built
 
 
 def build_trainer(

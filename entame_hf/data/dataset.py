@@ -88,10 +88,9 @@ class ClassificationDataset(PipelineDataset):
         self.pipeline = ImagePipeline(preparation, augmentation, num_classes)
         self.name = name
         self.evaluation = evaluation
-        class_names = (
-            feature.names if isinstance(feature, datasets.ClassLabel) else [str(i) for i in range(num_classes)]
-        )
-        self.unreadable = UnreadableRows(self.labels, class_names, self.describe, self._reason)
+        self.class_names = list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+        shown = self.class_names or [str(i) for i in range(num_classes)]
+        self.unreadable = UnreadableRows(self.labels, shown, self.describe, self._reason)
         self._cache_limit = round(cache_gb * 1e9)
         self._cache = self._open_cache()
         self._workers = self._new_workers()

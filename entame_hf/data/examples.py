@@ -45,6 +45,23 @@ def known_labels(dataset: Any) -> NDArray[np.int64] | None:
     return found.astype(np.int64) if is_index and has_length(dataset) and len(found) == len(dataset) else None
 
 
+def known_classes(dataset: Any) -> list[str] | None:
+    """Get the names of a dataset's classes, by index, if it has them.
+
+    A `datasets.Dataset` has them in the `ClassLabel` of "label" or "labels", datasets of torchvision in `classes`.
+    """
+    if isinstance(dataset, Subset):
+        return known_classes(dataset.dataset)
+    if isinstance(dataset, ClassificationDataset):
+        return dataset.class_names
+    if isinstance(dataset, datasets.Dataset):
+        features = dataset.features
+        feature = next((features[name] for name in ("labels", "label") if name in features), None)
+        return list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+    names = getattr(dataset, "classes", None)
+    return list(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else None
+
+
 def fingerprint(dataset: Any) -> dict[str, Any]:
     """Describe which examples a dataset has, in their order, wherever it lies.
 

@@ -44,6 +44,7 @@ class Preparation:
             times the model's input, for random crops.
 
     Attributes:
+        processor ([`~transformers.BaseImageProcessor`]): the one that is given.
         size, output_size (`tuple[int, int]`): height and width of prepared images and of the model's input.
         dtype (`torch.dtype`): uint8, or float32 if the processor cannot be split.
         scale, shift (`torch.Tensor`): float32 (3, 1, 1).
@@ -57,7 +58,7 @@ class Preparation:
     """
 
     def __init__(self, processor: BaseImageProcessor, exact: bool = True, whole: bool = False):
-        self._exact, self._whole, self._processor = exact, whole, processor
+        self._exact, self._whole, self.processor = exact, whole, processor
         self.output_size = output_size(processor)
         self._canvas = round(_CANVAS * max(self.output_size)) if whole else None
         if self._canvas:
@@ -113,9 +114,21 @@ class Preparation:
         """Prepare as another processor does, for the same purpose."""
         return Preparation(processor, self._exact, self._whole)
 
+    def is_as(self, processor: BaseImageProcessor) -> bool:
+        """Tell whether another processor gives the same images."""
+        if processor.to_dict() == self.processor.to_dict():
+            return True
+        try:
+            other = self.with_processor(processor)
+        # Of no common size.
+        except InputError:
+            return False
+        values = ((self.scale, other.scale), (self.shift, other.shift))
+        return self.key == other.key and all(torch.allclose(a, b, atol=1e-4) for a, b in values)
+
     def evaluation_crop(self) -> EvaluationCrop | None:
         """Build what crops a batch of whole images as evaluation does; `None` if images are not kept whole."""
-        return EvaluationCrop(Preparation(self._processor, exact=False).resize_crop) if self._whole else None
+        return EvaluationCrop(Preparation(self.processor, exact=False).resize_crop) if self._whole else None
 
     def convert(self, image: Image.Image) -> Image.Image | Tensor:
         """Convert an image to the type that this preparation takes."""

@@ -11,14 +11,16 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.utils.data import Subset
+from transformers import BaseImageProcessor, PreTrainedModel
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ..config import EntameConfig
+from ..data import PipelineDataset, update_pretrained_cfg
 from ..errors import InputError
 from ..files import write_text, written_beside
-from ..heads import TIMM_PREFIX, base_model, find_heads, is_peft
+from ..heads import TIMM_PREFIX, base_model, find_heads, is_peft, timm_model
 from ..patch import (
     applied_config,
     describe_adaptation,
@@ -49,18 +51,51 @@ def save_trained(trainer: Any, folder: Path, state_dict: dict[str, Tensor] | Non
     if dtype != "float32":
         buffers = {name.removeprefix(TIMM_PREFIX) for name, _ in base_model(model).named_buffers()}
         stock, dtype = _in_half_precision(stock, buffers, dtype)
+    processor = trainer.processing_class
+    # timm's writes nothing but a warning: it is kept in config.json.
+    in_config = isinstance(processor, TimmWrapperImageProcessor)
     with written_beside(folder) as draft:
         with shareable_config(trainer.model, record):
+            if in_config and isinstance(trainer.model, PreTrainedModel) and timm_model(trainer.model) is not None:
+                described = trainer.model.config
+                described.pretrained_cfg = update_pretrained_cfg(described.pretrained_cfg, processor)
             _save_stock_model(model, draft, stock)
         if dtype != "float32" and (draft / CONFIG_NAME).is_file():
             # transformers writes the type of the model in memory, which plain from_pretrained loads.
             config_file = json.loads((draft / CONFIG_NAME).read_text(encoding="utf-8"))
             write_text(draft / CONFIG_NAME, json.dumps({**config_file, "dtype": dtype}, indent=2) + "\n")
-        # timm's writes nothing but a warning: it is kept in config.json.
-        if not isinstance(trainer.processing_class, (type(None), TimmWrapperImageProcessor)):
-            trainer.processing_class.save_pretrained(draft)
+        if processor is not None and not in_config:
+            processor.save_pretrained(draft)
         if config:
             save_head_state(trainer.model, config, draft, state_dict)
+    if in_config:
+        # An earlier model's, which transformers would read first.
+        (folder / IMAGE_PROCESSOR_NAME).unlink(missing_ok=True)
+
+
+def saved_processor(processing_class: Any, *datasets: Any) -> Any:
+    """Choose the processor that is saved with a model: by default, what prepares the images of its datasets.
+
+    Args:
+        processing_class: the one that the trainer was given, or None.
+        datasets: a dataset, or a mapping of datasets, each; the first that prepares images counts.
+
+    Raises:
+        InputError: `processing_class` prepares images otherwise: the saved model would see others than were evaluated.
+    """
+    for dataset in [part for each in datasets for part in (each.values() if isinstance(each, dict) else (each,))]:
+        while isinstance(dataset, Subset):
+            dataset = dataset.dataset
+        if not isinstance(dataset, PipelineDataset):
+            continue
+        preparation = dataset.pipeline.preparation
+        if isinstance(processing_class, BaseImageProcessor) and not preparation.is_as(processing_class):
+            raise InputError(
+                "`processing_class` prepares images otherwise than the datasets, so the saved model would see others "
+                "than those that it is evaluated on. Leave it out, or give that of `build_datasets`: data.processor."
+            )
+        return preparation.processor if processing_class is None else processing_class
+    return processing_class
 
 
 def _in_half_precision(state: dict[str, Tensor], buffers: set[str], dtype: str) -> tuple[dict[str, Tensor], str]:

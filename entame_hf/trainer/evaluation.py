@@ -12,10 +12,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..metrics import IGNORED_LABEL, Evaluation, classes_and_confidence, confident_errors, evaluation_metrics
+from ..errors import InputError
+from ..metrics import (
+    IGNORED_LABEL,
+    PREFIX,
+    Evaluation,
+    classes_and_confidence,
+    confident_errors,
+    evaluation_metrics,
+    measured_names,
+)
 
 # Where torch's modules keep their tensors.
 _TABLES = ("_parameters", "_buffers")
@@ -165,6 +174,31 @@ class Evaluations(TrainerCallback):
         entries = [evaluation_metrics(entry) for entry in chosen if entry["step"] == step]
         metrics = {name: value for entry in entries for name, value in entry.items()}
         return Evaluation(metrics, step if best is None else best, **self._observed.get(step, {}))
+
+
+def check_best_metric(trainer: Trainer) -> None:
+    """Make sure, as far as it is known, that evaluations measure `metric_for_best_model`: Trainer asks the first one.
+
+    Raises:
+        InputError: they do not, such as the loss of several evaluation sets, which have one each.
+    """
+    args, compute, sets = trainer.args, trainer.compute_metrics, trainer.eval_dataset
+    metric = args.metric_for_best_model
+    # An evaluation of the user's own may measure anything.
+    if metric is None or args.eval_strategy == "no" or type(trainer).evaluate is not Trainer.evaluate:
+        return
+    names = measured_names(None if args.prediction_loss_only else compute)
+    prefixes = [f"{name}_" for name in sets] if isinstance(sets, dict) else [""]
+    rests = [metric.removeprefix(PREFIX).removeprefix(each) for each in prefixes]
+    found = [f"{a}{b}" for a, b in zip(prefixes, rests, strict=True) if names is None or b in names]
+    if metric.removeprefix(PREFIX) in found:
+        return
+    known = [f"{prefix}{name}" for prefix in prefixes for name in names or ("loss", "...")]
+    own = ", or give `compute_metrics`" if compute is None else ""
+    raise InputError(
+        f"`metric_for_best_model={metric}` is not measured. Use one of {', '.join(known)}{own}: "
+        f"`metric_for_best_model={known[0]}`."
+    )
 
 
 @contextmanager

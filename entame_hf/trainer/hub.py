@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import sys
@@ -23,7 +24,7 @@ from huggingface_hub.errors import (
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, logging
 from transformers.utils.hub import PushInProgress, hf_api
 
 from ..errors import InputError, RunError
@@ -41,6 +42,12 @@ CARD = "README.md"
 PUSHED = ("*.json", "*.safetensors", "*.md", "*.png", "*.py")
 
 NOT_PUSHED = ("*/*", HEAD_STATE_NAME, TRAINER_STATE_NAME, MANIFEST, PROVENANCE)
+
+# Weights of an earlier model, which would be loaded instead of the pushed ones, or beside them.
+REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_*")
+
+# An image processor in files of its own, which transformers reads before the one in the config of a timm model.
+PROCESSORS = (IMAGE_PROCESSOR_NAME, PROCESSOR_NAME)
 
 # Seconds before an upload is tried again; what arrived is not sent twice.
 PAUSES = (1, 4)
@@ -119,9 +126,17 @@ def upload(
     return send()
 
 
-def model_files() -> dict[str, list[str]]:
-    """List the patterns of pushed files for `HfApi.upload_folder`, which changes the lists that it gets."""
-    return {"allow_patterns": [*PUSHED], "ignore_patterns": [*NOT_PUSHED]}
+def replaced_files(folder: str | Path) -> list[str]:
+    """List patterns of files that a repository must not keep of an earlier model when a folder's is pushed."""
+    config = Path(folder, CONFIG_NAME)
+    is_timm = config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "timm_wrapper"
+    return [*REPLACED, *(PROCESSORS if is_timm else ())]
+
+
+def model_files(folder: str | Path) -> dict[str, list[str]]:
+    """List the patterns of files for `HfApi.upload_folder`, which changes the lists that it gets."""
+    removed = replaced_files(folder)
+    return {"allow_patterns": [*PUSHED], "ignore_patterns": [*NOT_PUSHED], "delete_patterns": removed}
 
 
 def card_on_hub(repo: str, *, token: str | None = None, revision: str | None = None) -> str | None:
@@ -142,6 +157,7 @@ def upload_command(
     parts += ["--revision", revision] if revision else []
     parts += [part for pattern in PUSHED for part in ("--include", pattern)]
     parts += [part for pattern in (*NOT_PUSHED, *exclude) for part in ("--exclude", pattern)]
+    parts += [part for pattern in replaced_files(folder) for part in ("--delete", pattern)]
     return shlex.join(parts)
 
 
@@ -188,7 +204,7 @@ def push_folder(
         # From here on, the card in the folder holds what people wrote into the Hub's.
         kept_back = []
         write_card()
-        send = partial(upload, repo, folder, message, token=token, revision=revision, **model_files())
+        send = partial(upload, repo, folder, message, token=token, revision=revision, **model_files(folder))
         return send() if blocking else hf_api().run_as_future(send)
     # Whatever it is, the training is done and must not be lost.
     except Exception as error:
@@ -220,7 +236,7 @@ class CheckpointUploads(TrainerCallback):
         message = f"Training in progress, step {state.global_step}"
         repo, token, branch = self.trainer.hub_model_id, args.hub_token, args.hub_revision
         send = partial(upload, repo, folder, token=token, revision=branch)
-        jobs: Any = [hf_api().run_as_future(send, message, **model_files())]
+        jobs: Any = [hf_api().run_as_future(send, message, **model_files(folder))]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else Path(folder).name
             jobs.append(hf_api().run_as_future(send, f"{message}, checkpoint", path_in_repo=name))

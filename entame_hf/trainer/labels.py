@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from textwrap import shorten
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
+from transformers.utils import logging
 
-from ..errors import InputError
-from ..heads import base_model
+from ..data import BatchDataset, known_classes, known_labels
+from ..errors import InputError, printable
+from ..heads import base_model, num_classes
 from ..metrics import IGNORED_LABEL
+from ..patch import class_names
+
+logger = logging.get_logger(__name__)
 
 # How far the sum of a row of shares may be from 1: bfloat16 keeps three digits.
 TOLERANCE = 0.01
@@ -118,6 +126,70 @@ def check_range(what: str, label: int, classes: int) -> None:
             f"{what} have {label}, and classes are counted from 0 to {classes - 1}. Give {IGNORED_LABEL} to examples "
             "that should not count, and an index of a class to all others."
         )
+
+
+def check_labels(trainer: Any) -> None:
+    """Make sure that the model has a class for each label of its datasets, as far as [`known_labels`] tells them.
+
+    Transforms may change what a dataset lists, such as torchvision's `target_transform`: the example with the lowest
+    or highest label is read. [`LabelReader`] compares the labels of other datasets, batch by batch.
+    """
+    # A search builds its models trial by trial.
+    if trainer.model is None or not has_one_label(trainer.model):
+        return
+    _check_classes(trainer)
+    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    classes, has_own_loss = num_classes(trainer.heads()[0].module), trainer.compute_loss_func is not None
+    for name, dataset in {"train": trainer.train_dataset, **evaluated}.items():
+        labels = None if dataset is None else known_labels(dataset)
+        if labels is None or not len(labels):
+            continue
+        what, counted = f"The labels of the {name} dataset", labels >= 0 if has_own_loss else labels != IGNORED_LABEL
+        if not counted.any() and name == "train" and not has_own_loss:
+            raise InputError(f"{what} are all {IGNORED_LABEL}, which counts nowhere. Give the index of a class.")
+        rows = np.flatnonzero(counted)
+        for row in {rows[labels[rows].argmin()], rows[labels[rows].argmax()]} if len(rows) else ():
+            if not 0 <= labels[row] < classes:
+                check_range(what, _label_of(trainer, dataset, int(row), int(labels[row])), classes)
+
+
+def _check_classes(trainer: Any) -> None:
+    """Make sure that the model has no class that the training dataset lacks, and its classes in the same order."""
+    names, model = known_classes(trainer.train_dataset), base_model(trainer.model)
+    if not names:
+        return
+    classes = num_classes(trainer.heads()[0].module)
+    if classes > len(names):
+        raise InputError(
+            f"The model has {classes:,} classes, and the train dataset {len(names):,} ({shorten(', '.join(names), 80)}"
+            f"). Load it with from_pretrained(..., num_labels={len(names)}, ignore_mismatched_sizes=True), or type "
+            f"apply_entame(model, num_labels={len(names)})."
+        )
+    known = class_names(model.config) if isinstance(model, PreTrainedModel) else names
+    if known != names and sorted(known) == sorted(names):
+        index = next(i for i, (a, b) in enumerate(zip(known, names, strict=True)) if a != b)
+        raise InputError(
+            f"The model and the train dataset order their classes otherwise: {index} is {printable(known[index])} in "
+            f"the model, and {printable(names[index])} in the dataset. Set model.config.id2label = {{0: "
+            f"{printable(names[0])!r}, ...}}."
+        )
+    unnamed = known[0].startswith("LABEL_") or names == [str(index) for index in range(len(names))]
+    if len(known) == len(names) and known != names and not unnamed:
+        logger.warning(
+            f"The model calls its classes {shorten(', '.join(known), 80)}, and the train dataset "
+            f"{shorten(', '.join(names), 80)}: predictions will have the model's names. Set model.config.id2label."
+        )
+
+
+def _label_of(trainer: Any, dataset: Any, row: int, listed: int) -> int:
+    """Read an example's label as a batch would have it, if that is one index."""
+    if isinstance(dataset, BatchDataset):
+        return listed
+    try:
+        return int(trainer.data_collator([dataset[row]])["labels"])
+    # What cannot be collated is explained in the first step.
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        return 0
 
 
 def has_several_labels(model: Any) -> bool:

@@ -7,19 +7,18 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from ..data import BatchDataset, ClassificationDataset, StreamingDataset, fingerprint, known_labels, output_size
+from ..data import ClassificationDataset, StreamingDataset, fingerprint, output_size
 from ..errors import InputError, printable
 from ..files import write_text
 from ..heads import base_model, num_classes, timm_model
-from ..metrics import IGNORED_LABEL
 from ..patch import class_names
 from ..training_args import check_numbers
-from .labels import check_range, has_one_label
+from .evaluation import check_best_metric
+from .labels import check_labels
 from .schedule import explain_optimizer_errors
 
 logger = logging.get_logger(__name__)
@@ -50,9 +49,11 @@ def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
     logs, configs and cards tell what was used. A warning names them. [`save_provenance`] writes what is returned.
 
     Raises:
-        InputError: the labels do not fit the model, or the checkpoint was trained on something else.
+        InputError: the labels do not fit the model, `metric_for_best_model` is not measured, or the checkpoint was
+            trained on something else.
     """
     check_labels(trainer)
+    check_best_metric(trainer)
     facts = _facts(trainer)
     if checkpoint is not None:
         file, differences = Path(checkpoint, PROVENANCE), []
@@ -84,41 +85,6 @@ def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
 def save_provenance(provenance: Options, checkpoint: Path) -> None:
     """Write what [`check_provenance`] has described into a checkpoint."""
     write_text(checkpoint / PROVENANCE, json.dumps(provenance, indent=2, ensure_ascii=False) + "\n")
-
-
-def check_labels(trainer: Any) -> None:
-    """Make sure that the model has a class for each label of its datasets, as far as [`known_labels`] tells them.
-
-    Transforms may change what a dataset lists, such as torchvision's `target_transform`: the example with the lowest
-    or highest label is read. [`LabelReader`] compares the labels of other datasets, batch by batch.
-    """
-    # A search builds its models trial by trial.
-    if trainer.model is None or not has_one_label(trainer.model):
-        return
-    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
-    classes, has_own_loss = num_classes(trainer.heads()[0].module), trainer.compute_loss_func is not None
-    for name, dataset in {"train": trainer.train_dataset, **evaluated}.items():
-        labels = None if dataset is None else known_labels(dataset)
-        if labels is None or not len(labels):
-            continue
-        what, counted = f"The labels of the {name} dataset", labels >= 0 if has_own_loss else labels != IGNORED_LABEL
-        if not counted.any() and name == "train" and not has_own_loss:
-            raise InputError(f"{what} are all {IGNORED_LABEL}, which counts nowhere. Give the index of a class.")
-        rows = np.flatnonzero(counted)
-        for row in {rows[labels[rows].argmin()], rows[labels[rows].argmax()]} if len(rows) else ():
-            if not 0 <= labels[row] < classes:
-                check_range(what, _label_of(trainer, dataset, int(row), int(labels[row])), classes)
-
-
-def _label_of(trainer: Any, dataset: Any, row: int, listed: int) -> int:
-    """Read an example's label as a batch would have it, if that is one index."""
-    if isinstance(dataset, BatchDataset):
-        return listed
-    try:
-        return int(trainer.data_collator([dataset[row]])["labels"])
-    # What cannot be collated is explained in the first step.
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
-        return 0
 
 
 def _facts(trainer: Any) -> Options:

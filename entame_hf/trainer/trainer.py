@@ -24,7 +24,7 @@ from ..heads import TIMM_PREFIX, Head, find_heads
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, UnusedCheck, hide_energies
-from .checkpoint import load_trained, prepare_resuming, save_trained
+from .checkpoint import load_trained, prepare_resuming, save_trained, saved_processor
 from .energies import EnergyRecorder
 from .evaluation import Evaluations, EvaluationSums, own_rows, plain_numbers, resize_rows, unchanged_weights
 from .files import locked_output_dir, make_output_dir, save_metrics
@@ -108,7 +108,8 @@ class EntameTrainer(Trainer):
         wrapped = None if model is None else as_transformers(model)
         check_loaded(wrapped, moves=not hasattr(wrapped, "hf_device_map"))
         super().__init__(
-            *(wrapped, args, data_collator or collate, train_dataset, eval_dataset, processing_class),
+            *(wrapped, args, data_collator or collate, train_dataset, eval_dataset),
+            saved_processor(processing_class, eval_dataset, train_dataset),
             *(model_init, compute_loss_func, compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs),  # type: ignore
             preprocess_logits_for_metrics,
         )

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 from cli_folders import hf_folder, photos, timm_folder  # noqa: F401
-from transformers import pipeline
+from transformers import ResNetConfig, ResNetForImageClassification, ViTImageProcessor, pipeline
 
 from entame_hf import InputError
 from entame_hf.cli import predict
@@ -111,6 +111,28 @@ def test_a_folder_without_images_is_refused(tmp_path, hf_folder, kind):  # noqa:
         (folder / "a.png").write_bytes(b"x")
     with pytest.raises(InputError):
         predict.main([str(hf_folder), str(folder), "--output", str(tmp_path / "p.csv"), "--use_cpu"])
+    assert not (tmp_path / "p.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"problem_type": "multi_label_classification"}, "multi_label_classification"),
+        ({"problem_type": "regression"}, "regression"),
+        ({"id2label": {"0": "age"}, "label2id": {"age": 0}}, "regression"),
+    ],
+)
+def test_a_model_whose_outputs_are_no_probabilities_of_classes_is_refused(
+    tmp_path,
+    photos,  # noqa: F811
+    changes,
+    kind,
+):
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], **changes)
+    ResNetForImageClassification(config).save_pretrained(tmp_path / "model")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "model")
+    with pytest.raises(InputError, match=f"is a model of {kind}"):
+        predict.main([str(tmp_path / "model"), str(photos), "--output", str(tmp_path / "p.csv"), "--use_cpu"])
     assert not (tmp_path / "p.csv").exists()
 
 

@@ -136,3 +136,14 @@ def test_an_interrupted_run_says_what_to_type(tmp_path, monkeypatch, photos, tim
     monkeypatch.setattr(Console, event, stop)
     with pytest.raises(KeyboardInterrupt, match=message):
         finetune.main(arguments(timm_folder, photos, tmp_path / "out", image_size=32))
+
+
+@pytest.mark.parametrize(("best", "step"), [("false", None), ("true", 7)], ids=["last", "first"])
+def test_the_end_says_from_which_step_a_run_is_continued(tmp_path, photos, timm_folder, capsys, best, step):
+    """Of a strategy that saves the best alone; the loss falls."""
+    options = {"save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": best}
+    finetune.main(arguments(timm_folder, photos, tmp_path / "out", learning_rate=1e-3, **options))
+    printed = capsys.readouterr().out
+    assert "--resume_from_checkpoint last --num_train_epochs 4" in printed
+    assert ("from the last checkpoint, of step 7" in printed) == (step == 7)
+    assert ("from the last checkpoint" in printed) == (step is not None)

@@ -10,7 +10,8 @@ from conftest import RandomImages
 from torch.utils.data import default_collate
 from transformers import Trainer, TrainingArguments
 
-from entame_hf import EntameTrainer
+from entame_hf import EntameTrainer, InputError
+from entame_hf.metrics import metrics_of_predictions
 
 
 class Extra(torch.nn.Module):
@@ -103,3 +104,53 @@ def test_metrics_of_numpy_and_torch_are_logged_and_saved(tiny_vit, tmp_path):
     expected |= {"nested": {"classes": [0.5]}, "list": [1]}
     assert {name: saved[f"eval_{name}"] for name in expected} == expected
     assert json.loads((tmp_path / "trainer_state.json").read_text())["log_history"][-1]["mine"] == [0, 1]
+
+
+def own_metrics(prediction):
+    return {"score": 1.0}
+
+
+OURS = metrics_of_predictions()
+
+
+@pytest.mark.parametrize(
+    ("metric", "sets", "compute", "message"),
+    [
+        (None, ("a", "b"), OURS, "a_loss, a_accuracy, .*b_loss"),
+        ("accuracy", ("a", "b"), OURS, "`metric_for_best_model=accuracy` .*a_accuracy"),
+        ("a_score", ("a", "b"), OURS, "a_loss, a_accuracy"),
+        ("score", ("a", "b"), own_metrics, r"a_loss, a_\.\.\., b_loss"),
+        ("accuracy", (), None, "Use one of loss, or give `compute_metrics`"),
+        ("f1", (), OURS, "loss, accuracy, accuracy_macro, f1_macro: `metric_for_best_model=loss`"),
+        ("a_loss", (), None, "loss"),
+    ],
+)
+def test_a_best_metric_that_is_not_measured_is_refused_before_training(
+    tmp_path, tiny_vit, metric, sets, compute, message
+):
+    with pytest.raises(InputError, match=message):
+        best_of(tmp_path, tiny_vit, metric, sets, compute).train()
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("metric", "sets", "compute"),
+    [
+        (None, (), None),
+        ("eval_accuracy", (), OURS),
+        ("score", (), own_metrics),
+        ("b_loss", ("a", "b"), None),
+        ("eval_b_score", ("a", "b"), own_metrics),
+    ],
+)
+def test_a_best_metric_that_is_measured_chooses_the_checkpoint(tmp_path, tiny_vit, metric, sets, compute):
+    trainer = best_of(tmp_path, tiny_vit, metric, sets, compute)
+    trainer.train()
+    assert trainer.state.best_metric is not None
+
+
+def best_of(folder, model, metric, sets, compute):
+    steps = {"max_steps": 2, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    args = arguments(folder, load_best_model_at_end=True, metric_for_best_model=metric, **steps)
+    held_out = {name: RandomImages(8, seed=seed) for seed, name in enumerate(sets)} or RandomImages(8)
+    return EntameTrainer(model, args, train_dataset=RandomImages(16), eval_dataset=held_out, compute_metrics=compute)

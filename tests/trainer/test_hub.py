@@ -143,6 +143,15 @@ def test_a_push_that_stumbles_arrives_one_that_falls_says_how_to_go_on_and_none_
         assert b"Words of a person." in pushed("model", "dev")["README.md"]
         assert b"ENTAME" in pushed("model", "dev")["README.md"]
 
+        # What an earlier model left is loaded instead of the pushed one; other files are somebody's own.
+        left = ["adapter_config.json", "adapter_model.safetensors", "model-00001-of-00002.safetensors",
+                "model.safetensors.index.json", "preprocessor_config.json"]
+        kept = ["last-checkpoint/adapter_config.json", "last-checkpoint/model.safetensors", "tokens.txt"]
+        repo.commit("dev", {**repo.files("dev"), **dict.fromkeys([*left, *kept], b"{}")}, "an earlier model")
+        run.push_to_hub()
+        assert not set(left) & set(pushed("model", "dev"))
+        assert files | set(kept) <= set(pushed("model", "dev"))
+
         received = b"".join(hub.received)
         for secret in (os.getcwd(), WRITE, "mine"):
             assert secret.encode() not in received, secret

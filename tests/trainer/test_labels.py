@@ -1,13 +1,18 @@
 """Labels of a user's own dataset: converted, or refused before the first step."""
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from conftest import RandomImages
+from PIL import Image
 from torch.nn.functional import one_hot
+from torch.utils.data import Subset
+from transformers import ViTImageProcessor
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
-from entame_hf.trainer.labels import LabelReader
+from entame_hf.data import ClassificationDataset, Preparation
+from entame_hf.trainer.labels import LabelReader, check_labels
 
 
 class Labelled(RandomImages):
@@ -153,3 +158,50 @@ def test_labels_that_are_nothing_are_refused(tiny_vit, labels, message):
 def test_indices_stay_as_they_are(tiny_vit, labels):
     inputs = {"labels": labels}
     assert LabelReader()(inputs, tiny_vit) is inputs
+
+
+def named(kind, names):
+    """Data of a few classes, in a dataset that names them."""
+    if kind in ("torchvision", "subset"):
+        data = RandomImages(24, classes=len(names))
+        data.classes = names
+        return Subset(data, range(12)) if kind == "subset" else data
+    images = [Image.new("RGB", (32, 32), (index, 0, 0)) for index in range(12)]
+    labels = [index % len(names) for index in range(12)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    rows = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
+    preparation = Preparation(ViTImageProcessor(size={"height": 32, "width": 32})) if kind == "package" else None
+    return rows if preparation is None else ClassificationDataset(rows, "image", "label", preparation)
+
+
+TEN = [f"class {index}" for index in range(10)]
+
+
+class TestNamesOfClasses:
+    @pytest.fixture(params=["torchvision", "subset", "datasets", "package"])
+    def trainer(self, request, tiny_vit, tmp_path):
+        def build(names, known=None):
+            if known is not None:
+                tiny_vit.config.id2label = dict(enumerate(known))
+            args = EntameTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+            return EntameTrainer(tiny_vit, args, train_dataset=named(request.param, names))
+
+        return build
+
+    def test_a_model_with_more_classes_than_the_data_is_refused(self, trainer):
+        with pytest.raises(InputError, match=r"has 10 classes, and the train dataset 2 \(no, yes\).*num_labels=2"):
+            trainer(["no", "yes"]).train()
+
+    def test_the_same_classes_in_another_order_are_refused(self, trainer):
+        with pytest.raises(InputError, match=r"otherwise: 0 is class 9 in the model, and class 0 in the dataset"):
+            check_labels(trainer(TEN, TEN[::-1]))
+
+    def test_other_names_are_warned_about(self, trainer, caplog):
+        check_labels(trainer(TEN, [f"n{index}" for index in range(10)]))
+        assert "calls its classes n0, n1" in caplog.text
+
+    @pytest.mark.parametrize("known", [None, TEN], ids=["unnamed", "named"])
+    def test_the_same_names_and_none_pass(self, trainer, caplog, known):
+        check_labels(trainer(TEN, known))
+        check_labels(trainer([str(index) for index in range(10)], known))
+        assert not caplog.records
