@@ -1,4 +1,4 @@
-"""Find images that are in two splits: before training by their files, later by the hashes that the cache keeps."""
+"""Find images that are in two splits, or in two classes: by their files, later by the hashes that the cache keeps."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ from .workers import threads
 _MAX_BYTES, _MAX_FILES = 10**9, 20_000
 _AT_ONCE = 64
 Hashes = NDArray[np.uint64]
+# The hashes of a split's images, their labels, and what names an image by its row.
+Part = tuple[Hashes, NDArray[np.int64], Callable[[int], str]]
 
 
 class Duplicates(NamedTuple):
-    """Count the images of one split whose files equal files of another, those of another label, and name the first."""
+    """Count the images of one split whose files equal files of train, those of another label, and name the first.
+
+    Of train itself, those of another label alone.
+    """
 
     images: int
     other_labels: int
@@ -40,42 +45,54 @@ class Duplicates(NamedTuple):
         label = f", {self.other_labels:,} of them with another label" if self.other_labels else ""
         names = " and ".join(map(printable, self.example))
         verb = "is" if self.images == 1 else "are"
+        if split == "train":
+            return f"{count_of(self.images, 'image')} of train {verb} there with another label too, such as {names}."
         return f"{count_of(self.images, 'image')} of {split} {verb} in train too{label}, such as {names}."
 
 
 def compare_files(rows: Dataset, train: Dataset, image_column: str, label_column: str) -> Duplicates | None:
-    """Find the images of a split that are in train too, by reading files of one size; `None` if they are too many."""
-    sizes, others = _sizes(rows, image_column), _sizes(train, image_column)
-    own, theirs = (np.flatnonzero(np.isin(a, b) & (a > 0)) for a, b in ((sizes, others), (others, sizes)))
-    pairs = ((rows, own), (train, theirs))
-    files = sum(len(wanted) for part, wanted in pairs if image_files(part, image_column)[0].null_count)
-    if sizes[own].sum() + others[theirs].sum() > _MAX_BYTES or files > _MAX_FILES:
+    """Find the images of a split that are in train too, by reading files of one size; `None` if they are too many.
+
+    Of train itself, find those that are there with another label.
+    """
+    parts = [rows] if rows is train else [rows, train]
+    sizes = [_sizes(part, image_column) for part in parts]
+    wanted = [np.flatnonzero(np.isin(own, _shared(sizes)) & (own > 0)) for own in sizes]
+    in_files = [len(w) for part, w in zip(parts, wanted, strict=True) if image_files(part, image_column)[0].null_count]
+    read = sum(int(own[w].sum()) for own, w in zip(sizes, wanted, strict=True))
+    if read > _MAX_BYTES or sum(in_files) > _MAX_FILES:
         return None
-    hashes = (_hashes(rows, own, image_column), _hashes(train, theirs, image_column))
-    labels = (label_indices(rows, label_column), label_indices(train, label_column))
-    return _match(*hashes, *labels, partial(_name, rows, image_column), partial(_name, train, image_column))
+    found = [
+        (_hashes(part, w, image_column), label_indices(part, label_column), partial(_name, part, image_column))
+        for part, w in zip(parts, wanted, strict=True)
+    ]
+    return _match(found[0], found[-1])
 
 
 def find_duplicates(split: ClassificationDataset, other: ClassificationDataset) -> Duplicates:
     """Find the images of a split that are in another too, of those that are cached in both."""
-    hashes, labels = (split.content_hashes(), other.content_hashes()), (split.labels.numpy(), other.labels.numpy())
-    return _match(*hashes, *labels, split.describe, other.describe)
+    parts = [(part.content_hashes(), part.labels.numpy(), part.describe) for part in dict.fromkeys((split, other))]
+    return _match(parts[0], parts[-1])
 
 
-def _match(
-    own: Hashes,
-    others: Hashes,
-    labels: NDArray[np.int64],
-    other_labels: NDArray[np.int64],
-    name: Callable[[int], str],
-    other_name: Callable[[int], str],
-) -> Duplicates:
-    order = np.argsort(others)
+def _shared(sizes: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Give the sizes that are in two splits, or that two files of one split have."""
+    if len(sizes) == 1:
+        values, counts = np.unique(sizes[0], return_counts=True)
+        return values[counts > 1]
+    first, second = sizes
+    return first[np.isin(first, second)]
+
+
+def _match(part: Part, other: Part) -> Duplicates:
+    (own, labels, name), (others, other_labels, other_name) = part, other
+    order = np.lexsort((other_labels, others))
     found = order[np.searchsorted(others, own, sorter=order).clip(max=len(others) - 1)]
-    rows = np.flatnonzero((own != 0) & (others[found] == own))
+    differ = labels != other_labels[found]
+    rows = np.flatnonzero((own != 0) & (others[found] == own) & (differ | (own is not others)))
     matches = found[rows]
     example = (name(int(rows[0])), other_name(int(matches[0]))) if len(rows) else None
-    return Duplicates(len(rows), int((labels[rows] != other_labels[matches]).sum()), example)
+    return Duplicates(len(rows), int(differ[rows].sum()), example)
 
 
 def _name(rows: Dataset, column: str, row: int) -> str:

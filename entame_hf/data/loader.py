@@ -49,17 +49,18 @@ class Splits:
     def describe(self) -> str:
         """Say in a few lines how the dataset was understood: see [`Understanding.describe`].
 
-        The files of validation and test are compared with those of train, byte by byte.
+        All files are compared with those of train, byte by byte.
         """
         lines = [self.understanding.describe()]
-        for name, rows in (("validation", self.validation), ("test", self.test)):
+        for name, rows in (("train", self.train), ("validation", self.validation), ("test", self.test)):
             if isinstance(rows, Dataset) and isinstance(self.train, Dataset):
                 found = compare_files(rows, self.train, self.image_column, self.label_column)
                 if found is None:
                     self.uncompared.add(name)
-                    lines.append(f"Note: images of {name} are compared with those of train at the end: they are many.")
                 elif note := found.note(name):
                     lines.append(f"Note: {note}")
+        if names := ", ".join(sorted(self.uncompared)):
+            lines.append(f"Note: images of {names} are compared with those of train at the end: they are many.")
         return "\n".join(lines)
 
 

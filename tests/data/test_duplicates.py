@@ -46,6 +46,26 @@ def test_files_that_are_in_train_too_are_counted(tmp_path, held, notes):
         assert line.startswith(f"Note: {note}")
 
 
+TWO_LABELS = [(own(1), "cat"), (own(2), "cat"), (own(2), "cat"), (own(3), "cat"), (own(3), "dog"), (own(4), "dog")]
+
+
+def test_files_of_train_with_two_labels_are_counted(tmp_path):
+    """A copied folder, a wrong label: whoever made the dataset wants to know."""
+    files = {f"train/{label}/{i}.jpg": content for i, (content, label) in enumerate(TWO_LABELS)}
+    splits = load_splits(data_dir=folder(tmp_path, files | {"val/cat/a.jpg": own(50), "val/dog/b.jpg": own(51)}))
+    assert "Note: 1 image of train is there with another label too, such as" in splits.describe()
+
+
+def test_rows_of_train_with_two_labels_are_counted():
+    def table(rows):
+        contents, labels = zip(*rows, strict=True)
+        columns = {"image": [{"bytes": content, "path": None} for content in contents], "label": labels}
+        return Dataset.from_dict(columns, features=Features({"image": Image(decode=False), "label": LABELS}))
+
+    splits = split_dataset({"train": table(TWO_LABELS), "validation": table([(own(50), "cat"), (own(51), "dog")])})
+    assert "1 image of train is there with another label too, such as row 4 and row 3." in splits.describe()
+
+
 def test_links_are_the_same_file(tmp_path):
     root = folder(tmp_path, TRAIN)
     os.makedirs(tmp_path / "val" / "cat")
@@ -69,7 +89,10 @@ def test_images_in_tables_are_compared():
 
 
 def test_only_files_of_one_size_are_read(tmp_path, monkeypatch):
-    root = folder(tmp_path, TRAIN | {"val/cat/a.jpg": b"another size", "val/dog/b.jpg": b"one more"})
+    sizes = {
+        f"train/{name}/{i}.jpg": b"0" * (i + 10 * j) for j, name in enumerate(("cat", "dog"), 5) for i in range(6)
+    }
+    root = folder(tmp_path, sizes | {"val/cat/a.jpg": b"another size", "val/dog/b.jpg": b"one more"})
     read = []
     monkeypatch.setattr(duplicates, "encoded_bytes", read.append)
     splits = load_splits(data_dir=root)
@@ -82,5 +105,5 @@ def test_too_many_bytes_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(duplicates, "_MAX_BYTES", 100)
     root = folder(tmp_path, TRAIN | {"val/cat/a.jpg": own(3), "val/dog/b.jpg": own(900)})
     splits = load_splits(data_dir=root)
-    assert "images of validation are compared with those of train at the end" in splits.describe()
-    assert splits.uncompared == {"validation"}
+    assert "images of train, validation are compared with those of train at the end" in splits.describe()
+    assert splits.uncompared == {"train", "validation"}
