@@ -12,7 +12,13 @@ from .features import (
 )
 from .fit import HeadFit, collect_head_features, fit_head, fit_to_features
 from .fold import check_bias, fold_entame, folded, folded_parameters, normalised_heads, stock_state_dict
-from .freezing import BATCH_NORMS, frozen_backbone, frozen_backbone_parameters, frozen_statistics
+from .freezing import (
+    BATCH_NORMS,
+    frozen_backbone,
+    frozen_backbone_parameters,
+    frozen_statistics,
+    unsaved_batch_norms,
+)
 from .probe import Probe, log_evidence, probe_features
 from .ridge import fit_ridge
 from .saving import class_names, shareable_config
@@ -58,4 +64,5 @@ __all__ = [
     "shareable_config",
     "stock_state_dict",
     "timm_processor",
+    "unsaved_batch_norms",
 ]

@@ -63,6 +63,7 @@ def fold_entame(model: ModelT) -> ModelT:
     for module in model.modules():
         clear_config(module)
     for part in wrapped_models(model):
+        vars(part).pop("entame_batches", None)
         if not (isinstance(part, PreTrainedModel) and timm_model(part) is not None):
             vars(part).pop("save_pretrained", None)
     return model

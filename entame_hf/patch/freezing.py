@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from ..heads import Head
+from ..heads import Head, has_adapters
 
 # timm's own are among them.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -73,6 +73,17 @@ def frozen_statistics(model: nn.Module) -> Iterator[None]:
     """
     with _in_eval_mode(module for module in model.modules() if isinstance(module, BATCH_NORMS)):
         yield
+
+
+def unsaved_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the BatchNorm layers, by path, whose running statistics an adapter's checkpoint does not hold."""
+    if not has_adapters(model):
+        return {}
+    found = ((path, module) for path, module in model.named_modules() if isinstance(module, BATCH_NORMS))
+    # peft saves the copies in one of them, and leaves those in the other unused.
+    return {
+        path: module for path, module in found if {"modules_to_save", "original_module"}.isdisjoint(path.split("."))
+    }
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..heads import has_adapters, is_peft, leaves, timm_model, wrapped_models
 from ..layers import ZNormLeaf
 from .fold import folded, stock_state_dict
+from .freezing import unsaved_batch_norms
 from .gathering import is_sharded, reshard
 from .state import check_learns, differs_from_checkpoint, stop_check
 
@@ -30,6 +31,15 @@ def patch_save_pretrained(model: nn.Module) -> None:
         if hasattr(type(part), "save_pretrained"):
             # Copies and pickles of a partial object refer to the copied model; those of a bound method to its class.
             vars(part)["save_pretrained"] = partial(_save_pretrained, part)
+            _count_batches(part, part)
+
+
+def _count_batches(model: nn.Module, inside: nn.Module, prefix: str = "") -> None:
+    """Note how many batches running statistics have seen that adapters will not hold."""
+    layers: dict[str, Any] = unsaved_batch_norms(inside)
+    counts = {prefix + path: layer.num_batches_tracked for path, layer in layers.items()}
+    if layers and "entame_batches" not in vars(model):
+        vars(model)["entame_batches"] = {path: int(count) for path, count in counts.items() if count is not None}
 
 
 def _save_pretrained(
@@ -56,7 +66,18 @@ def _save_pretrained(
 
 
 def _check_adapter(model: nn.Module) -> None:
-    """Refuse to save an adapter that lacks a head without which its base model gives other logits."""
+    """Refuse to save an adapter that lacks what its base model gives other logits without.
+
+    These are a head, and running statistics that have moved since the adapter was added.
+    """
+    layers: dict[str, Any] = unsaved_batch_norms(model)
+    for path, count in vars(model).get("entame_batches", {}).items():
+        if path in layers and layers[path].num_batches_tracked != count:
+            raise InputError(
+                f"The running statistics of `{path}` have moved in training, and this adapter would not hold them. "
+                "Call eval() on BatchNorm layers after model.train(). To keep what was trained, merge the adapter and "
+                "save the model: fold_entame(model).merge_and_unload().save_pretrained(...)."
+            )
     for path, leaf in leaves(model):
         if differs_from_checkpoint(leaf) and "modules_to_save" not in path.split("."):
             raise InputError(
@@ -108,6 +129,7 @@ def _on_registration(module: nn.Module, name: str, submodule: Any) -> None:
             )
     if heads:
         vars(module)["save_pretrained"] = partial(_save_pretrained, module)
+        _count_batches(module, submodule, f"{name}.")
 
 
 def class_names(config: PreTrainedConfig) -> list[str]:

@@ -12,6 +12,8 @@ On each head, so that it disappears with the head:
   normalises nothing. Its first training forward, LoRA around the head and folding remove it.
 - `_load_from_state_dict`: removes these notes, and itself, when the weights of a stock or folded head are loaded.
 
+On a model with adapters, `entame_batches`: how many batches the running statistics that adapters do not hold had seen.
+
 On the model given, on the model inside it and on a `PeftModel` around it:
 
 - `save_pretrained` writes the folded model. Folding restores the class's method, except for wrapped timm models, whose

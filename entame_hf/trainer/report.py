@@ -20,7 +20,7 @@ from ..data import ClassificationDataset, StreamingDataset, cores
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
 from ..metrics import Evaluation
 from ..model_card import CardFacts, is_hub_id, license_of, write_model_card
-from ..patch import class_names, describe_adaptation
+from ..patch import class_names, describe_adaptation, unsaved_batch_norms
 from .provenance import image_size
 
 logger = logging.get_logger(__name__)
@@ -206,7 +206,7 @@ def _hyperparameters(trainer: Any) -> dict[str, Any]:
     args, own = trainer.args, trainer.head_args
     values = extract_hyperparameters_from_trainer(trainer) | {"optimizer": _optimizer(trainer.optimizer)}
     values |= {name: getattr(args, name) for name in HYPERPARAMETERS if getattr(args, name, False)}
-    if own.resolve("freeze_statistics"):
+    if own.resolve("freeze_statistics") or unsaved_batch_norms(trainer.model):
         values["freeze_statistics"] = True
     rate = own.resolve("head_lr")
     head = {"head_lr_multiplier": own.head_lr_multiplier or 1.0} if rate is None else {"head_lr": rate}

@@ -15,7 +15,16 @@ from ..config import EntameConfig, noise_to_signal_ratio
 from ..errors import InputError
 from ..heads import Head, base_model, find_heads, has_adapters, is_peft, num_classes
 from ..layers import without_statistics
-from ..patch import applied_config, apply_entame, check_bias, clear_entame_state, frozen_backbone, frozen_statistics
+from ..patch import (
+    BATCH_NORMS,
+    applied_config,
+    apply_entame,
+    check_bias,
+    clear_entame_state,
+    frozen_backbone,
+    frozen_statistics,
+    unsaved_batch_norms,
+)
 from ..training_args import AUTO, EntameTrainingArguments, HeadArguments
 from .checkpoint import prepare_resuming
 from .loss import choose_loss
@@ -100,9 +109,28 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
         trainer.head_fitter.fit()
     if own.freeze_backbone:
         trainer.frozen.enter_context(frozen_backbone(model, trainer.heads()))
-    elif own.resolve("freeze_statistics"):
+    elif freezes_statistics(model, own.resolve("freeze_statistics")):
         trainer.frozen.enter_context(frozen_statistics(model))
     trainer.trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def freezes_statistics(model: nn.Module, asked: bool | None) -> bool:
+    """Tell whether BatchNorm's running statistics are frozen: as asked for, or because an adapter holds none."""
+    unsaved = next(iter(unsaved_batch_norms(model)), None)
+    if unsaved and asked is False:
+        raise InputError(
+            f"`freeze_statistics=False` moves the running statistics of `{unsaved}`, and an adapter's checkpoint "
+            "would not hold them. Leave it out, and they are frozen."
+        )
+    if unsaved or asked:
+        return True
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+    if any(layer.weight is not None and not layer.weight.requires_grad for layer in layers):
+        logger.warning(
+            "BatchNorm layers are frozen, and their running statistics still move with each batch. Set "
+            "`freeze_statistics=True`; or `freeze_backbone=True`, to train the heads alone."
+        )
+    return False
 
 
 def check_loaded(model: nn.Module | None, moves: bool = True) -> None:
