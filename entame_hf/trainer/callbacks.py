@@ -139,6 +139,14 @@ class UnusedCheck(TrainerCallback):
                 "create_optimizer_and_scheduler of your own is never called: Trainer builds one after the other. "
                 "Override create_optimizer(self, model=None), and create_scheduler if need be."
             )
+        groups = self.trainer.optimizer.param_groups
+        scales = {group.get("lr_scale", 1.0) for group in groups}
+        if len(scales) > 1 and len({group.get("initial_lr", group["lr"]) for group in groups}) == 1:
+            raise InputError(
+                "The optimizer's groups have timm's `lr_scale`, which timm's schedulers alone apply: all layers would "
+                'train at one rate. Before training: for group in optimizer.param_groups: group["lr"] *= '
+                'group["lr_scale"].'
+            )
         if "create_optimizer" not in self.trainer.reached and not self.trainer.is_deepspeed_enabled:
             self.trainer.head_rates.assign(self.trainer.optimizer, ours=False)
 

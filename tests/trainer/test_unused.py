@@ -1,9 +1,11 @@
 """What a subclass, a callback or a search leaves without effect is refused or said, and what it sets has one."""
 
 import pytest
+import timm
 import torch
 from conftest import RandomImages
 from test_trainer import arguments
+from timm.optim import create_optimizer_v2
 from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback
 
@@ -102,6 +104,28 @@ class TestOwnMethods:
     def test_a_method_that_trainer_never_calls_is_refused(self, tmp_path, tiny_vit):
         with pytest.raises(InputError, match="create_optimizer_and_scheduler of your own is never called"):
             train(OwnOptimizerAndScheduler, tmp_path, tiny_vit)
+
+
+class TestLayerWiseRates:
+    @pytest.mark.parametrize("applied", [False, True])
+    def test_scales_that_no_scheduler_applies_are_refused(self, tmp_path, applied):
+        model = timm.create_model("test_vit", num_classes=10, img_size=32)
+        optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, layer_decay=0.5)
+        for group in optimizer.param_groups if applied else []:
+            group["lr"] *= group["lr_scale"]
+        args = arguments(tmp_path, max_steps=1)
+        trainer = EntameTrainer(model, args, train_dataset=RandomImages(16), optimizers=(optimizer, None))
+        if applied:
+            trainer.train()
+            assert {group["lr"] for group in optimizer.param_groups} == {1e-3 * 0.5**i for i in range(8)}
+        else:
+            with pytest.raises(InputError, match="`lr_scale`, which timm's schedulers alone apply"):
+                trainer.train()
+
+    def test_one_scale_for_all_is_none(self, tmp_path, tiny_vit):
+        optimizer = torch.optim.Adam([{"params": list(tiny_vit.parameters()), "lr_scale": 1.0}])
+        args = arguments(tmp_path, max_steps=1)
+        EntameTrainer(tiny_vit, args, train_dataset=RandomImages(16), optimizers=(optimizer, None)).train()
 
 
 class At(TrainerCallback):
