@@ -8,16 +8,19 @@ from ..files import write_text
 
 _APP = """\
 import gradio
+from PIL import Image
 from transformers import pipeline
 
 classify = pipeline("image-classification", model="{model}")
 
 
 def predict(image):
+    # As in training, which laid transparent images over white.
+    image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return {{found["label"]: found["score"] for found in classify(image)}}
 
 
-gradio.Interface(predict, gradio.Image(type="pil"), gradio.Label(), title="{title}").launch()
+gradio.Interface(predict, gradio.Image(type="pil", image_mode="RGBA"), gradio.Label(), title="{title}").launch()
 """
 
 # What a Space installs beside Gradio.

@@ -8,7 +8,7 @@ from .dataset import ClassificationDataset
 from .duplicates import find_duplicates
 from .examples import fingerprint, known_classes, known_labels
 from .folders import open_folder
-from .images import UnreadableImageError, decode_image
+from .images import UnreadableImageError, decode_image, is_converted
 from .jpeg import decode_pixels
 from .layout import LAYOUTS
 from .loader import Splits, load_splits, split_dataset
@@ -55,6 +55,7 @@ __all__ = [
     "find_duplicates",
     "fingerprint",
     "for_evaluation",
+    "is_converted",
     "known_classes",
     "known_labels",
     "load_splits",

@@ -110,6 +110,20 @@ def encoded_bytes(value: Any) -> bytes | None:
     return value
 
 
+def is_converted(value: Any) -> bool:
+    """Tell whether [`decode_image`] reads an image otherwise than Pillow's `convert("RGB")`, which others use.
+
+    Such images are transparent, or have values of more than 8 bits.
+    """
+    try:
+        data = encoded_bytes(value)
+        image = value if data is None else Image.open(BytesIO(data))
+        return bool(image.has_transparency_data or image.mode.startswith(("I", "F")))
+    # Unreadable ones are named elsewhere.
+    except Exception:
+        return False
+
+
 def read_orientation(image: Image.Image) -> int:
     """Read the EXIF orientation of an image, 1 if it has none that can be parsed."""
     try:

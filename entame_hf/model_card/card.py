@@ -43,6 +43,8 @@ class CardFacts:
     # "transformers", "timm" (both libraries load it), or None for neither.
     library_name: str | None = None
     has_processor: bool = False
+    # Whether some evaluated images are transparent or deeper than 8 bits.
+    converts_images: bool = False
     is_adapter: bool = False
     # The id on the Hub of the model that was fine-tuned, and the name of one without an id.
     base_model: str | None = None

@@ -16,7 +16,7 @@ from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..config import noise_to_signal_ratio
-from ..data import ClassificationDataset, StreamingDataset, cores
+from ..data import ClassificationDataset, StreamingDataset, cores, is_converted
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
 from ..metrics import Evaluation
 from ..model_card import CardFacts, is_hub_id, license_of, write_model_card
@@ -25,8 +25,8 @@ from .provenance import image_size
 
 logger = logging.get_logger(__name__)
 
-# Images for the Hub's widget.
-EXAMPLES = 3
+# Images for the Hub's widget; and those that are looked at for transparency.
+EXAMPLES, LOOKED_AT = 3, 64
 
 # Arguments that the card tells beside those that Trainer's card tells.
 HYPERPARAMETERS = ("lr_scheduler_kwargs", "max_grad_norm", "bf16", "freeze_backbone")
@@ -126,6 +126,7 @@ def card_facts(
         library_name="timm" if timm else library,
         # A timm model's config says how its images are prepared.
         has_processor=timm or trainer.processing_class is not None,
+        converts_images=_converts_images(trainer.eval_dataset),
         is_adapter=is_peft(trainer.model),
         base_model=base if is_hub_id(base) else None,
         base_name=Path(base).name if base else None,
@@ -158,6 +159,14 @@ def card_facts(
         base_noise_share=_first(history, "energy/base_noise_share"),
         hyperparameters=_hyperparameters(trainer),
     )
+
+
+def _converts_images(dataset: Any) -> bool:
+    """Tell whether others would read images of a dataset otherwise, by some of them."""
+    if not isinstance(dataset, ClassificationDataset):
+        return False
+    rows = range(0, len(dataset), -(-len(dataset) // LOOKED_AT) or 1)
+    return any(is_converted(dataset.dataset[row][dataset.image_column]) for row in rows)
 
 
 def _first(history: list[dict[str, Any]], key: str) -> float | None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from entame_hf.data import UnreadableImageError, decode_image
+from entame_hf.data import UnreadableImageError, decode_image, is_converted
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 
@@ -77,6 +77,16 @@ def test_colours_survive(data, left, right):
     image = decode_image(data)
     assert image.mode == "RGB"
     assert left_and_right(image) == (left, right)
+
+
+@pytest.mark.parametrize("data", [value[0] for value in PIXELS.values()], ids=PIXELS)
+def test_images_that_others_read_otherwise_are_known(data):
+    image = Image.open(BytesIO(data))
+    differs = (np.array(image.convert("RGB")) != np.array(decode_image(data))).any()
+    # Deep values within 0 to 255 are as Pillow clips them.
+    deep = image.mode in ("I", "F", "I;16")
+    assert is_converted(data) == is_converted(image) == (differs or deep)
+    assert not is_converted(b"no image")
 
 
 def test_cmyk_jpeg_is_near_its_rgb():

@@ -117,3 +117,8 @@ def test_a_card_is_html_without_a_trace_of_the_template():
     record |= {"learning_rate": 1e-4, "num_labels": 12, "head_lr": None, "versions": {"torch": "2.14"}}
     text = render_card(facts(names, np.eye(12, dtype=int), adaptation=record, license={"license": "mit"}))
     assert not re.search(r"\{%|\{\{|%\}|\}\}|\n\n\n", text.split("```bibtex")[0])
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_images_that_pipeline_reads_otherwise_are_told(converts):
+    assert ("laid over white" in render_card(facts(["a", "b"], converts_images=converts))) == converts
