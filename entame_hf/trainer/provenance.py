@@ -144,20 +144,21 @@ def _images(trainer: Any) -> str | None:
         return image_size(trainer.processing_class)
     preparation = dataset.pipeline.preparation
     scaling = [f"{value:.3g}" for value in (*preparation.scale.flatten(), *preparation.shift.flatten())]
-    return f"{_size(preparation.output_size)}, scaled by {', '.join(scaling)}"
+    return f"{image_shape(*preparation.output_size)}, scaled by {', '.join(scaling)}"
 
 
 def image_size(processor: Any) -> str | None:
     """Describe the size of images that a processor gives, if it gives images of one size."""
     try:
-        return _size(output_size(processor))
+        return image_shape(*output_size(processor))
     # Another processor than an image processor, or one whose images differ in size.
     except (InputError, AttributeError, TypeError, ValueError):
         return None
 
 
-def _size(size: tuple[int, int]) -> str:
-    return f"{size[0]} × {size[1]} px"
+def image_shape(height: int, width: int) -> str:
+    """Write the size of an image."""
+    return f"{height} × {width} px"
 
 
 def _options(trainer: Any) -> Options:

@@ -20,8 +20,8 @@ from ..data import ClassificationDataset, StreamingDataset, cores, is_converted
 from ..heads import base_model, find_heads, is_peft, num_classes, timm_model
 from ..metrics import Evaluation
 from ..model_card import CardFacts, is_hub_id, license_of, write_model_card
-from ..patch import class_names, describe_adaptation, unsaved_batch_norms
-from .provenance import image_size
+from ..patch import class_names, describe_adaptation, timm_processor, unsaved_batch_norms
+from .provenance import image_shape, image_size
 
 logger = logging.get_logger(__name__)
 
@@ -51,6 +51,8 @@ def write_card(trainer: Any, *args: Any, images: bool = True, **options: Any) ->
     from .. import plots
 
     facts, history = card_facts(trainer, *args, **options), trainer.state.log_history
+    if facts.has_processor and _differs_from_processor(trainer):
+        facts = replace(facts, has_processor=False)
     folder, names = Path(trainer.args.output_dir), facts.class_names
     folder.mkdir(parents=True, exist_ok=True)
     method = facts.adaptation["method"] if facts.adaptation else ""
@@ -76,6 +78,21 @@ def write_card(trainer: Any, *args: Any, images: bool = True, **options: Any) ->
     if images and (folder / "batch.png").is_file():
         pictures.append("batch.png")
     write_model_card(folder, replace(facts, pictures=pictures, examples=examples))
+
+
+def _differs_from_processor(trainer: Any) -> bool:
+    """Tell whether evaluated images have another size than the saved processor gives, and warn if so."""
+    model = base_model(trainer.model)
+    saved = image_size(trainer.processing_class or timm_processor(model))
+    shapes = [np.shape(image) for image, _ in _evaluated_images(trainer, [0])]
+    evaluated = next((image_shape(*shape[1:]) for shape in shapes if len(shape) == 3 and shape[0] == 3), None)
+    if None in (saved, evaluated) or saved == evaluated:
+        return False
+    logger.warning(
+        f"Evaluated images are {evaluated}, and the image processor that is saved gives {saved}: pipeline and timm "
+        "would predict on other images. Give `processing_class` that prepares them so, such as set_image_size makes."
+    )
+    return True
 
 
 def _evaluated_images(trainer: Any, indices: Any) -> list[tuple[Any, int]]:
@@ -219,6 +236,9 @@ def _hyperparameters(trainer: Any) -> dict[str, Any]:
         values["freeze_statistics"] = True
     rate = own.resolve("head_lr")
     head = {"head_lr_multiplier": own.head_lr_multiplier or 1.0} if rate is None else {"head_lr": rate}
+    weights = getattr(trainer.label_smoother, "class_weights", None)
+    if weights is not None:
+        values["class_weights"] = f"{weights.min():.3g} to {weights.max():.3g}, in the loss of the evaluation too"
     return values | head | {"head_warmup_steps": own.warmup_steps_of_head()}
 
 

@@ -213,6 +213,18 @@ class TestImages:
         assert "wrong_images.png" not in card_of(trainer).text
 
 
+@pytest.mark.parametrize(("kind", "side"), [("timm", None), ("timm", 48), ("transformers", 48), ("timm", 32)])
+def test_images_of_another_size_than_the_saved_processors_are_told(tmp_path, tiny_vit, caplog, kind, side):
+    """The images have 32 pixels a side; without a processor, timm's config says 160."""
+    trainer = trainer_of(tmp_path, timm_resnet() if kind == "timm" else tiny_vit)
+    trainer.processing_class = side and ViTImageProcessor(size={"height": side, "width": side})
+    trainer.evaluate()
+    text, fits = card_of(trainer).text, side == 32
+    assert ("pipeline(" in text) == ("create_transform" in text) == fits
+    assert ("prepare images as in training" in text.lower()) == (not fits)
+    assert (f"are 32 × 32 px, and the image processor that is saved gives {side or 160}" in caplog.text) == (not fits)
+
+
 def test_the_training_is_told(tmp_path, tiny_vit):
     text = card_of(finished(tmp_path, tiny_vit, weight_decay=0.05)).text
     for row in (
