@@ -59,8 +59,16 @@ def choose_loss(trainer: Any, class_weights: Tensor | None = None) -> None:
     """Let a trainer compute the loss that its arguments ask for, which a search changes between trainings.
 
     Trainer reads them once, and its own label smoother takes the logarithm in the dtype of the logits.
+
+    Raises:
+        InputError: labels are to be smoothed of a model whose images have several each.
     """
     known, epsilon = trainer.label_smoother, trainer.args.label_smoothing_factor
+    if epsilon and trainer.compute_loss_func is None and has_several_labels(trainer.model):
+        raise InputError(
+            f"`label_smoothing_factor={epsilon:g}` is about images of one class, and this model's problem_type is "
+            "multi_label_classification. Leave it out, or give compute_loss_func."
+        )
     if isinstance(known, ClassificationLoss):
         known.epsilon = epsilon
     elif class_weights is not None or (epsilon and type(known) in (type(None), LabelSmoother)):

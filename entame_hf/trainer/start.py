@@ -112,6 +112,8 @@ def prepare_model(trainer: Any, checkpoint: str | None) -> None:
     elif freezes_statistics(model, own.resolve("freeze_statistics")):
         trainer.frozen.enter_context(frozen_statistics(model))
     trainer.trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trainer.trainable:
+        raise InputError("All parameters of the model are frozen. Unfreeze some: model.requires_grad_(True).")
 
 
 def freezes_statistics(model: nn.Module, asked: bool | None) -> bool:

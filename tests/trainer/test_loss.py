@@ -117,6 +117,17 @@ def test_class_weights_are_not_for_several_labels_an_image(tiny_vit, tmp_path):
         step(tiny_vit, RandomImages(20), tmp_path, class_weights=torch.ones(10))
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["before", "later"])
+def test_smoothing_is_not_for_several_labels_an_image(tiny_vit, tmp_path, later):
+    args = EntameTrainingArguments(str(tmp_path), max_steps=1, label_smoothing_factor=0.1, report_to="none")
+    if not later:
+        tiny_vit.config.problem_type = "multi_label_classification"
+    with pytest.raises(InputError, match=r"`label_smoothing_factor=0\.1` is about images of one class"):  # noqa: PT012
+        trainer = EntameTrainer(tiny_vit, args, train_dataset=RandomImages(16))
+        tiny_vit.config.problem_type = "multi_label_classification"
+        trainer.train()
+
+
 def test_class_weights_are_not_for_a_loss_of_ones_own(tiny_vit, tmp_path):
     with pytest.raises(InputError, match="class_weights have no effect"):
         step(tiny_vit, RandomImages(20), tmp_path, class_weights=torch.ones(10), compute_loss_func=a_mean)

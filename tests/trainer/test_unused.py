@@ -158,6 +158,11 @@ class TestUpdatedParameters:
         with pytest.raises(InputError, match=r"`vit\..*` was unfrozen or replaced after the optimizer was built"):
             train(EntameTrainer, tmp_path, tiny_vit, [At(event, unfreeze)])
 
+    def test_a_model_that_is_frozen_as_a_whole_is_refused(self, tmp_path, tiny_vit):
+        tiny_vit.requires_grad_(False)
+        with pytest.raises(InputError, match="All parameters of the model are frozen"):
+            train(EntameTrainer, tmp_path, tiny_vit, entame_method="keep")
+
     def test_a_head_that_is_replaced_too_late_is_refused(self, tmp_path, tiny_vit):
         with pytest.raises(InputError, match=r"`classifier\.weight` was unfrozen or replaced"):
             train(EntameTrainer, tmp_path, tiny_vit, [At("on_train_begin", replace_head)])
