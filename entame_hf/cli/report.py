@@ -65,7 +65,7 @@ def draw_batch(trainer: EntameTrainer, file: Path) -> bool:
 
 
 def report_images(folder: Path, data: dict[str, Any], splits: Splits) -> None:
-    """Name the images that were not used in a file, and say which validation and test images were trained on."""
+    """Name the images that were not used in a file, and say which images are in two splits or have two labels."""
     unread = [image for part in data.values() for image in part.skipped()]
     file = write_skipped_images(folder, [*splits.skipped, *unread])
     for name, part in data.items():
