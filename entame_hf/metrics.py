@@ -9,6 +9,8 @@ import numpy as np
 from sklearn.metrics import accuracy_score, f1_score, precision_recall_fscore_support, recall_score
 from transformers import EvalPrediction
 
+from .errors import InputError
+
 Metrics = Callable[[EvalPrediction], dict[str, float]]
 
 # What [`metrics_of_predictions`] measures.
@@ -64,8 +66,8 @@ def _scores(predictions: Any, references: Any) -> dict[str, float]:
 def metrics_of_predictions() -> Metrics:
     """Build `compute_metrics` for a trainer: see [`classification_metric`].
 
-    It takes logits, what [`predicted_classes`] made of them, or class indices. Labels of -100 are left out; if there
-    are no others, the metrics are NaN.
+    It takes logits, what [`predicted_classes`] made of them, or class indices. Of labels that are rows of shares, the
+    largest counts. Labels of -100 are left out; if there are no others, the metrics are NaN.
 
     Example:
 
@@ -83,8 +85,22 @@ def metrics_of_predictions() -> Metrics:
 # An `evaluate.Metric` needs a cache folder that it can write to.
 def _measure(prediction: EvalPrediction) -> dict[str, float]:
     classes, _ = classes_and_confidence(prediction.predictions)
-    counted = prediction.label_ids != IGNORED_LABEL
-    return _scores(classes[counted], prediction.label_ids[counted])
+    labels = label_indices(prediction.label_ids)
+    if labels is None or labels.shape != classes.shape:
+        raise InputError(
+            "The labels are no class an image, which these metrics are about. Give a `compute_metrics` of your own."
+        )
+    counted = labels != IGNORED_LABEL
+    return _scores(classes[counted], labels[counted])
+
+
+def label_indices(labels: Any) -> np.ndarray | None:
+    """Get N class indices from labels: of rows of shares the largest; None for other rows, such as several labels."""
+    if not isinstance(labels, np.ndarray):
+        return None
+    if labels.ndim == 2 and labels.shape[1] > 1 and np.allclose(labels.sum(axis=1), 1, atol=0.01):
+        return labels.argmax(axis=1)
+    return labels if labels.ndim == 1 else None
 
 
 def measured_names(compute_metrics: Any) -> tuple[str, ...] | None:

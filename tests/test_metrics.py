@@ -4,6 +4,7 @@ import torch
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 from transformers import EvalPrediction
 
+from entame_hf import InputError
 from entame_hf.metrics import (
     class_scores,
     classification_metric,
@@ -31,6 +32,21 @@ def test_metrics_of_every_form_of_predictions(form):
     predictions = {"logits": LOGITS, "reduced": reduced, "classes": LOGITS.argmax(-1)}[form]
     prediction = EvalPrediction(predictions=predictions, label_ids=np.array([1, -100, 0]))
     assert metrics_of_predictions()(prediction)["accuracy"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "rows", [[[0, 1], [1, 0], [1, 0]], [[0.1, 0.9], [0.6, 0.4], [0.7, 0.3]]], ids=["one-hot", "shares"]
+)
+def test_the_largest_share_of_a_row_is_the_label(rows):
+    metrics = metrics_of_predictions()
+    found = metrics(EvalPrediction(predictions=LOGITS, label_ids=np.array(rows)))
+    assert found == metrics(EvalPrediction(predictions=LOGITS, label_ids=np.array([1, 0, 0])))
+
+
+@pytest.mark.parametrize("labels", [np.array([[1, 1], [0, 1], [0, 0]]), (np.zeros(3), np.zeros(3)), None, np.zeros(2)])
+def test_other_labels_are_refused(labels):
+    with pytest.raises(InputError, match="no class an image"):
+        metrics_of_predictions()(EvalPrediction(predictions=LOGITS, label_ids=labels))
 
 
 def test_metrics_of_no_label_are_nan():

@@ -23,6 +23,7 @@ from ..metrics import (
     classes_and_confidence,
     confident_errors,
     evaluation_metrics,
+    label_indices,
     measured_names,
 )
 
@@ -123,24 +124,29 @@ class Evaluations(TrainerCallback):
     """Remember which classes a model confuses, and whether its weights are the best checkpoint's.
 
     Two matrices of C×C counts are kept at most: the last evaluation's and the best one's. Above 2,000 classes there
-    are none.
+    are none. What is measured on the training images is left out.
     """
 
     def __init__(self) -> None:
+        # Whether the training images are evaluated now; and the entries of the log that are about them.
+        self.is_of_training = False
+        self._of_training: set[int] = set()
         self._observed: dict[int, dict[str, Any]] = {}
         # The best checkpoint's, if the model holds its weights.
         self.loaded_step: int | None = None
 
     def observe(self, output: EvalLoopOutput, state: TrainerState) -> None:
         """Count the predictions of an evaluation by class, and find the errors that the model is most confident of."""
+        if self.is_of_training:
+            return
         now = state.global_step
         self._observed = {step: seen for step, seen in self._observed.items() if step == state.best_global_step != now}
-        predictions, labels = output.predictions, output.label_ids
+        predictions, labels = output.predictions, label_indices(output.label_ids)
         first = predictions[0] if isinstance(predictions, tuple) and predictions else predictions
-        if not isinstance(first, np.ndarray) or not isinstance(labels, np.ndarray):
+        if not isinstance(first, np.ndarray) or labels is None:
             return
         predicted, _ = classes_and_confidence(predictions)
-        if labels.ndim != 1 or predicted.shape != labels.shape or labels.dtype.kind + predicted.dtype.kind != "ii":
+        if predicted.shape != labels.shape or labels.dtype.kind + predicted.dtype.kind != "ii":
             return
         self._observed[now] = {"errors": confident_errors(predictions, labels)}
         counted = labels >= 0
@@ -149,6 +155,11 @@ class Evaluations(TrainerCallback):
         if 0 < classes <= MOST_CLASSES:
             cells = np.bincount(labels * classes + predicted, minlength=classes**2)
             self._observed[now]["confusion"] = cells.reshape(classes, classes)
+
+    # After it was logged.
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if self.is_of_training:
+            self._of_training.add(len(state.log_history) - 1)
 
     # After the best checkpoint was loaded, unless somebody had removed it.
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -161,7 +172,7 @@ class Evaluations(TrainerCallback):
         The last evaluation since training ended; where there is none, the best checkpoint's if it was loaded, else the
         last one in training.
         """
-        history = state.log_history
+        history = [{} if index in self._of_training else entry for index, entry in enumerate(state.log_history)]
         ended = max((index for index, entry in enumerate(history) if "train_runtime" in entry), default=None)
         best = None if ended is None else self.loaded_step
         since = [entry for entry in history[(ended or 0) :] if evaluation_metrics(entry)]

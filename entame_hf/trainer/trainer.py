@@ -230,6 +230,7 @@ class EntameTrainer(Trainer):
         sets: Any = self.eval_dataset
         dataset = sets if eval_dataset is None else eval_dataset
         dataset = sets[dataset] if isinstance(dataset, str) else dataset
+        self.evaluations.is_of_training = eval_dataset is not None and self.train_dataset is eval_dataset is not sets
         if isinstance(dataset, BatchDataset | Subset):
             return self.get_test_dataloader(dataset)
         with temporarily(self.args, dataloader_drop_last=False):

@@ -191,9 +191,17 @@ class TestImages:
         assert [example["src"] for example in card.data.widget] == [f"example_{i}.png" for i in (1, 2, 3)]
         assert card.data.widget[0]["example_title"] == trainer.model.config.id2label[int(TEST.labels[0])]
 
+    def test_what_is_measured_on_the_training_images_is_left_out(self, tmp_path, tiny_vit):
+        trainer = finished(tmp_path, tiny_vit)
+        expected = trainer.evaluate()
+        assert trainer.evaluate(TRAIN)["eval_loss"] != expected["eval_loss"]
+        found = trainer.evaluations.current(trainer.state)
+        assert found.metrics["loss"] == expected["eval_loss"]
+        assert found.confusion.sum() == len(TEST)
+
     def test_images_of_another_dataset_are_not_shown_for_it(self, tmp_path, tiny_vit):
         trainer = finished(tmp_path, tiny_vit)
-        trainer.evaluate(TRAIN)
+        trainer.evaluate(RandomImages(48))
         assert "wrong_images.png" not in card_of(trainer).text
 
     def test_no_image_is_shown_if_none_shall_be(self, tmp_path, tiny_vit):
