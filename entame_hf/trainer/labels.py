@@ -155,17 +155,17 @@ def check_labels(trainer: Any) -> None:
 
 def _check_classes(trainer: Any) -> None:
     """Make sure that the model has no class that the training dataset lacks, and its classes in the same order."""
-    names, model = known_classes(trainer.train_dataset), base_model(trainer.model)
-    if not names:
+    dataset, model = trainer.train_dataset, base_model(trainer.model)
+    names, classes = known_classes(dataset) or [], num_classes(trainer.heads()[0].module)
+    known = class_names(model.config) if isinstance(model, PreTrainedModel) else names
+    if not names or (known == names and classes == len(names)) or not _trains_on_listed(trainer, dataset):
         return
-    classes = num_classes(trainer.heads()[0].module)
     if classes > len(names):
         raise InputError(
             f"The model has {classes:,} classes, and the train dataset {len(names):,} ({shorten(', '.join(names), 80)}"
             f"). Load it with from_pretrained(..., num_labels={len(names)}, ignore_mismatched_sizes=True), or type "
             f"apply_entame(model, num_labels={len(names)})."
         )
-    known = class_names(model.config) if isinstance(model, PreTrainedModel) else names
     if known != names and sorted(known) == sorted(names):
         index = next(i for i, (a, b) in enumerate(zip(known, names, strict=True)) if a != b)
         raise InputError(
@@ -179,6 +179,17 @@ def _check_classes(trainer: Any) -> None:
             f"The model calls its classes {shorten(', '.join(known), 80)}, and the train dataset "
             f"{shorten(', '.join(names), 80)}: predictions will have the model's names. Set model.config.id2label."
         )
+
+
+def _trains_on_listed(trainer: Any, dataset: Any) -> bool:
+    """Tell whether batches have the labels that a dataset lists, and not those of a transform or of another column."""
+    if isinstance(dataset, BatchDataset):
+        return True
+    labels = known_labels(dataset)
+    if labels is None or not len(labels):
+        return False
+    row = int(labels.argmax())
+    return _label_of(trainer, dataset, row, int(labels[row])) == labels[row] > 0
 
 
 def _label_of(trainer: Any, dataset: Any, row: int, listed: int) -> int:

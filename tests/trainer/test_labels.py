@@ -171,7 +171,10 @@ def named(kind, names):
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
     rows = datasets.Dataset.from_dict({"image": images, "label": labels}, features=features)
     preparation = Preparation(ViTImageProcessor(size={"height": 32, "width": 32})) if kind == "package" else None
-    return rows if preparation is None else ClassificationDataset(rows, "image", "label", preparation)
+    if preparation is not None:
+        return ClassificationDataset(rows, "image", "label", preparation)
+    black = torch.zeros(3, 32, 32)
+    return rows.with_transform(lambda batch: {"label": batch["label"], "pixel_values": [black] * len(batch["label"])})
 
 
 TEN = [f"class {index}" for index in range(10)]
@@ -199,6 +202,14 @@ class TestNamesOfClasses:
     def test_other_names_are_warned_about(self, trainer, caplog):
         check_labels(trainer(TEN, [f"n{index}" for index in range(10)]))
         assert "calls its classes n0, n1" in caplog.text
+
+    def test_a_collator_may_take_other_labels(self, tiny_vit, tmp_path):
+        def collate(items):
+            images = torch.randn(len(items), 3, 32, 32)
+            return {"pixel_values": images, "labels": torch.tensor([9 - item["label"] for item in items])}
+
+        args = EntameTrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=1)
+        EntameTrainer(tiny_vit, args, collate, train_dataset=named("datasets", ["no", "yes"])).train()
 
     @pytest.mark.parametrize("known", [None, TEN], ids=["unnamed", "named"])
     def test_the_same_names_and_none_pass(self, trainer, caplog, known):
