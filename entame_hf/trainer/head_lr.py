@@ -73,7 +73,7 @@ def _positive(reach: float, path: str) -> float:
     if not 0 < reach < math.inf:
         raise InputError(
             f"What {path} reads in the first step is zero or not finite ({reach}): no learning rate follows. Look at "
-            "the images and the model's weights; or give the rate, such as head_lr=1e-3."
+            "the images and the model's weights; or give the rate, such as `head_lr=1e-3`."
         )
     return reach
 
@@ -211,8 +211,8 @@ class HeadRates(TrainerCallback):
         reach = {path: totals[i] / counts[i] for i, path in enumerate(keys) if counts[i]}
         if not reach:
             raise InputError(
-                'head_lr="auto" has seen no head at work in the first step. A compute_loss of your own has to call '
-                "super().compute_loss; or give the rate, such as head_lr=1e-3."
+                "`head_lr=auto` has seen no head at work in the first step. A method of your own has to call "
+                "super().compute_loss or super().training_step; or give the rate, such as `head_lr=1e-3`."
             )
         peaks = {path: LOGIT_STEP / _positive(value, path) for path, value in reach.items()}
         _set_peaks(self.trainer.optimizer, self.trainer.lr_scheduler, peaks)
@@ -247,16 +247,16 @@ def _share_of_gradient(optimizer: Any) -> float | None:
         momentum, dampening = (float(inner.defaults[name]) for name in ("momentum", "dampening"))
         if momentum >= 1:
             raise InputError(
-                f'head_lr="auto" knows no rate for momentum={momentum:g}, with which steps grow for ever. Give less, '
-                "such as 0.9, or the rate, such as head_lr=1e-3."
+                f"`head_lr=auto` knows no rate for momentum={momentum:g}, with which steps grow for ever. Give less, "
+                "such as 0.9, or the rate, such as `head_lr=1e-3`."
             )
         # torch does not dampen the first step.
         return max(1.0, (1.0 - dampening) / (1.0 - momentum))
     if "betas" in inner.defaults:
         return None
     raise InputError(
-        f'head_lr="auto" knows how far steps of Adam and its kin and of SGD move a logit, and not those of '
-        f'{type(inner).__name__}. Give the rate, such as head_lr=1e-3, or train with optim="adamw_torch".'
+        f"`head_lr=auto` knows how far steps of Adam and its kin and of SGD move a logit, and not those of "
+        f"{type(inner).__name__}. Give the rate, such as `head_lr=1e-3`, or train with `optim=adamw_torch`."
     )
 
 

@@ -146,7 +146,7 @@ def check_sharding(
     if deepspeed is not None and measures_head_lr:
         raise InputError(
             "DeepSpeed takes its steps within the backward, before a rate that was measured could be set. Give the "
-            "rate, such as head_lr=1e-3, or use FSDP (accelerate launch --fsdp_version 2)."
+            "rate, such as `head_lr=1e-3`, or use FSDP (accelerate launch --fsdp_version 2)."
         )
 
 

@@ -139,7 +139,7 @@ class TestWhatIsTold:
 class TestRefusals:
     @pytest.mark.parametrize("optimizer", ["rmsprop", "adafactor"])
     def test_an_unknown_optimizer_is_refused(self, tmp_path, tiny_vit, optimizer):
-        with pytest.raises(InputError, match=r'not those of \w+\. Give the rate, .* optim="adamw_torch"'):
+        with pytest.raises(InputError, match=r"not those of \w+\. Give the rate, .* `optim=adamw_torch`"):
             train(copy.deepcopy(tiny_vit), arguments(tmp_path, optim=optimizer))
         train(tiny_vit, arguments(tmp_path, optim=optimizer, head_lr=1e-3))
 
