@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 from transformers import AutoImageProcessor, ViTImageProcessor
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
-from entame_hf.data import build_datasets, set_image_size, split_dataset
+from entame_hf.data import build_datasets, decode_image, set_image_size, split_dataset
 from entame_hf.patch import as_transformers
 from entame_hf.patch.wrapping import timm_processor
 
@@ -57,12 +57,14 @@ def test_images_are_prepared_as_in_the_evaluation(tmp_path, tiny_vit, splits, ki
     trainer = trainer_of(model, data, tmp_path, processing_class=data.processor if given else None)
     ViTImageProcessor().save_pretrained(tmp_path)
     trainer.save_model()
-    pixels = AutoImageProcessor.from_pretrained(tmp_path)(splits.validation[0]["image"], return_tensors="pt")
+    pixels = AutoImageProcessor.from_pretrained(tmp_path)(
+        decode_image(splits.validation[0]["image"]), return_tensors="pt"
+    )
     torch.testing.assert_close(pixels["pixel_values"][0], data.validation[0]["pixel_values"], rtol=0, atol=1e-5)
     if kind == "timm":
         stock = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
         transform = timm.data.create_transform(**timm.data.resolve_model_data_config(stock), is_training=False)
-        expected = transform(splits.validation[0]["image"])
+        expected = transform(decode_image(splits.validation[0]["image"]))
         torch.testing.assert_close(expected, data.validation[0]["pixel_values"], rtol=0, atol=1e-5)
 
 
