@@ -14,6 +14,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, NonFiniteError
 
+pytestmark = pytest.mark.runs
+
 
 class AtStep(TrainerCallback):
     """Do something to the model after a step."""

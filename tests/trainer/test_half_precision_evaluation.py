@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 
 from entame_hf import EntameTrainer, EntameTrainingArguments
 
+pytestmark = pytest.mark.runs
+
 DATA = RandomImages(48)
 
 

@@ -20,6 +20,8 @@ from entame_hf.trainer.checkpoint import saved_record
 from entame_hf.trainer.head_lr import MARK
 from entame_hf.trainer.parallel import check_sharding
 
+pytestmark = pytest.mark.runs
+
 
 class TestAgain:
     """What is measured once, and what is measured anew."""
@@ -49,7 +51,6 @@ class TestAgain:
         with pytest.raises(InputError, match=f"{said}.*Resume with the same `head_lr`"):
             train(copy.deepcopy(tiny_vit), dataclasses.replace(args, max_steps=4, head_lr=after), resume=True)
 
-    @pytest.mark.runs
     def test_a_smaller_batch_is_measured_anew(self, tmp_path, tiny_vit):
         """With a batch half as large, whose images are other ones."""
         rates = Rates()
@@ -64,14 +65,12 @@ class TestAgain:
         assert after[0][1] != before[0][1]
         assert after[0][1] == pytest.approx(before[0][1], rel=0.1)
 
-    @pytest.mark.runs
     def test_an_interrupted_step_is_not_measured(self, tmp_path, tiny_vit):
         args = arguments(tmp_path, auto_find_batch_size=True, optim="sgd", gradient_accumulation_steps=4, max_steps=1)
         again = train(copy.deepcopy(tiny_vit), args, OutOfMemoryTrainer)
         args.per_device_train_batch_size = again._train_batch_size
         assert logged(again) == pytest.approx(logged(train(tiny_vit, args)), rel=1e-6)
 
-    @pytest.mark.runs
     def test_each_trial_of_a_search_measures_its_rate(self, tmp_path, tiny_vit):
         pytest.importorskip("optuna")
         seen = []

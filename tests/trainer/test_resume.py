@@ -24,6 +24,8 @@ from entame_hf import EntameTrainer, EntameTrainingArguments, InputError, RunErr
 from entame_hf.cli.output_folder import last_checkpoint
 from entame_hf.trainer.resume import damage, last_intact_checkpoint
 
+pytestmark = pytest.mark.runs
+
 DATA = RandomImages(48)
 HELD_OUT = RandomImages(30, seed=1)
 
@@ -117,7 +119,6 @@ def same_ending(trainer, expected):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
-@pytest.mark.runs
 def test_killed_while_a_checkpoint_is_written(tmp_path, whole, warnings, name):
     assert in_a_process(train_until_killed, tmp_path, "checkpoint-4", name, save_total_limit=1) == -signal.SIGKILL
     assert (tmp_path / "checkpoint-4").is_dir()
@@ -214,7 +215,6 @@ def train_on_full_disk(folder, limit):
 
 # The size of the weights is 1.9 MB, and that of the optimizer's state twice as much.
 @pytest.mark.parametrize("limit", [1_000_000, 2_500_000], ids=["weights", "optimizer"])
-@pytest.mark.runs
 def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path, whole, limit):
     assert in_a_process(train_on_full_disk, tmp_path, limit) == 0
     message = (tmp_path / "error.txt").read_text()

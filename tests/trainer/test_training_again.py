@@ -15,6 +15,8 @@ from transformers import TrainerCallback
 
 from entame_hf import EntameTrainer, EntameTrainingArguments, InputError
 
+pytestmark = pytest.mark.runs
+
 
 def weights(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -52,7 +54,6 @@ def test_after_an_evaluation(tmp_path, tiny_vit):
     torch.testing.assert_close(weights(again.model), weights(expected.model), rtol=0, atol=0)
 
 
-@pytest.mark.runs
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_a_head_that_has_learned_is_not_wiped_and_resumes(tmp_path, tiny_vit, error):
     class Failing(TrainerCallback):
@@ -104,7 +105,6 @@ def test_a_second_training_keeps_the_optimizer_that_was_given(tmp_path, tiny_vit
     assert trainer.optimizer.optimizer is mine
 
 
-@pytest.mark.runs
 def test_info_is_shown_once_where_nobody_listens_yet(tmp_path):
     code = f"""
         import timm, torch

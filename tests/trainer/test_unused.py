@@ -11,6 +11,8 @@ from transformers import TrainerCallback
 
 from entame_hf import EntameTrainer, InputError
 
+pytestmark = pytest.mark.runs
+
 
 class OwnLoss(EntameTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
@@ -220,7 +222,6 @@ class TestChangedArguments:
         with pytest.raises(InputError, match=message):
             trainer.train()
 
-    @pytest.mark.runs
     def test_a_search_reaches_what_it_sets(self, tmp_path, tiny_vit):
         optuna = pytest.importorskip("optuna")
         seen = []
