@@ -46,7 +46,7 @@ NOT_PUSHED = ("*/*", HEAD_STATE_NAME, TRAINER_STATE_NAME, MANIFEST, PROVENANCE)
 # Weights of an earlier model, which would be loaded instead of the pushed ones, or beside them.
 REPLACED = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", "adapter_*")
 
-# An image processor in files of its own, which transformers reads before the one in the config of a timm model.
+# Files of an image processor. transformers prefers them to the one that a timm model's config describes.
 PROCESSORS = (IMAGE_PROCESSOR_NAME, PROCESSOR_NAME)
 
 # Seconds before an upload is tried again; what arrived is not sent twice.
