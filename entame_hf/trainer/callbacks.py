@@ -7,9 +7,11 @@ from typing import Any
 
 from accelerate.utils import set_seed
 from torch import nn
+from torch.utils.data import IterableDataset
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
+from ..data import BatchDataset
 from ..errors import InputError
 from ..patch import normalised_heads, set_trained
 from .loss import ClassificationLoss, scales_loss
@@ -138,6 +140,12 @@ class UnusedCheck(TrainerCallback):
             raise InputError(
                 "create_optimizer_and_scheduler of your own is never called: Trainer builds one after the other. "
                 "Override create_optimizer(self, model=None), and create_scheduler if need be."
+            )
+        data = self.trainer.train_dataset
+        if args.dataloader_drop_last and isinstance(data, IterableDataset) and not isinstance(data, BatchDataset):
+            logger.warning(
+                "`dataloader_drop_last=True` has no effect: Trainer keeps the last batch of a stream of your own. "
+                "Leave it out, or end the stream with a full batch."
             )
         groups = self.trainer.optimizer.param_groups
         scales = {group.get("lr_scale", 1.0) for group in groups}

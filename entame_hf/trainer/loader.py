@@ -89,19 +89,27 @@ def full_step(batches: list[Any], trainer: Any) -> list[Any]:
     Trainer would add their gradient to the first step of the next pass.
 
     Raises:
-        InputError: the stream fills no step at all.
+        InputError: the stream fills no step, or not one batch.
     """
-    number, dataset = trainer.args.gradient_accumulation_steps, trainer.train_dataset
-    if len(batches) in (0, number) or not isinstance(dataset, IterableDataset) or has_length(dataset):
+    args, dataset = trainer.args, trainer.train_dataset
+    number = args.gradient_accumulation_steps
+    if len(batches) == number or not isinstance(dataset, IterableDataset) or has_length(dataset):
         return batches
     if trainer.state.global_step == 0:
+        if batches:
+            raise InputError(
+                f"The stream has fewer batches ({len(batches)}) than a step takes. Set "
+                f"`gradient_accumulation_steps={len(batches)}` at most, or a smaller `per_device_train_batch_size`."
+            )
+        # Trainer would end here, as if it had trained.
         raise InputError(
-            f"The stream has fewer batches ({len(batches)}) than a step takes. Set "
-            f"`gradient_accumulation_steps={len(batches)}` at most, or a smaller `per_device_train_batch_size`."
+            f"The stream fills no batch of {args.per_device_train_batch_size}. Set a smaller "
+            "`per_device_train_batch_size`, or `dataloader_drop_last=False`."
         )
-    logger.warning_once(
-        f"A pass over the stream ends within a step of {number} batches: its last {len(batches)} are not trained on."
-    )
+    if batches:
+        logger.warning_once(
+            f"A pass over the stream ends within a step of {number} batches: its last {len(batches)} do not train."
+        )
     return []
 
 

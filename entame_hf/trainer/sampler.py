@@ -87,6 +87,9 @@ def share_evenly(loader: DataLoader, avoids_single_rows: bool = False) -> bool:
     Raises:
         InputError: batches that are not full are dropped, and none is full.
     """
+    # A stream's sampler has no length, and each process reads a stream of its own.
+    if isinstance(loader.dataset, IterableDataset):
+        return False
     shard: Any = loader.batch_sampler
     processes, index, batches = 1, 0, shard
     if isinstance(shard, BatchSamplerShard) and not shard.split_batches:
@@ -97,7 +100,7 @@ def share_evenly(loader: DataLoader, avoids_single_rows: bool = False) -> bool:
             "`dataloader_drop_last=True` drops them all. Set a smaller `per_device_train_batch_size`, or "
             "`dataloader_drop_last=False`."
         )
-    if type(batches) is not BatchSampler or batches.drop_last or isinstance(loader.dataset, IterableDataset):
+    if type(batches) is not BatchSampler or batches.drop_last:
         return False
     rest = len(batches.sampler) % (batches.batch_size * processes)  # type: ignore[arg-type]
     if rest == 0:

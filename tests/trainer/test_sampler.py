@@ -110,6 +110,11 @@ def test_whole_batches_and_those_of_others_stay_as_they_are():
     assert not share_evenly(DataLoader(range(22), 4))
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_streams_stay_as_they_are(drop_last):
+    assert not share_evenly(DataLoader(Rows(), 4, drop_last=drop_last))
+
+
 def test_fewer_examples_than_processes_are_refused():
     with pytest.raises(InputError, match=r"2 examples are too few for 3 processes: start at most 2\."):
         share_evenly(loader(2, 0))

@@ -1,8 +1,9 @@
-"""Batches of one image before a BatchNorm."""
+"""The last batch of an epoch, and batches of one image before a BatchNorm."""
 
 import pytest
 import torch
 from conftest import RandomImages
+from test_streaming import rows, stream
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -61,6 +62,20 @@ def test_the_last_image_of_a_stream_is_normalised_by_running_statistics(tmp_path
     sizes = train(tmp_path, Stream(9), max_steps=6)
     assert sizes == [4, 4, 1] * 2
     assert "The last batch of the stream has one image" in caplog.text
+    assert "dataloader_drop_last" not in caplog.text
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_stream_drops_its_last_batch_if_the_arguments_say_so(tmp_path, processes):
+    options = {"max_steps": 4, "dataloader_drop_last": True, "dataloader_num_workers": processes}
+    assert train(tmp_path, stream(rows(10)), **options) == [4] * 4
+    with pytest.raises(InputError, match=r"The stream fills no batch of 4\. Set a smaller `per_device_train_batch"):
+        train(tmp_path, stream(rows(3)), **options)
+
+
+def test_dropping_the_last_batch_of_a_stream_of_ones_own_is_said_to_have_no_effect(tmp_path, caplog):
+    assert train(tmp_path, Stream(10), max_steps=3, dataloader_drop_last=True) == [4, 4, 2]
+    assert "`dataloader_drop_last=True` has no effect: Trainer keeps the last batch of a stream" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"per_device_train_batch_size": 1}, {}], ids=["batch-size", "dataset"])
