@@ -206,8 +206,8 @@ def measure(options: argparse.Namespace, name: str, rows: Any, folder: Path) -> 
         space["tenth"] = 0.1e-9 * len(rows) * 3 * preparation.size[0] * preparation.size[1]
         inputs: dict[str, Any] = {"device": OnDevice(len(rows) // options.batch * options.batch, options.size)}
         for key in [each for each in options.inputs if each in space]:
-            # Caches in one folder share the space.
-            datasets.config.HF_DATASETS_CACHE = folder / key
+            # Caches in one folder share the space, and another model's would have the first epoch's images.
+            datasets.config.HF_DATASETS_CACHE = folder / name / key
             inputs[key] = ClassificationDataset(
                 rows, "image", "label", preparation, Augmentation(augmentation), cache_gb=space[key]
             )
