@@ -16,6 +16,9 @@ Metrics = Callable[[EvalPrediction], dict[str, float]]
 # What [`metrics_of_predictions`] measures.
 MEASURED = ("accuracy", "accuracy_macro", "f1_macro")
 
+# How far the sum of a row of shares of classes may be from 1: bfloat16 keeps three digits.
+SHARE_TOLERANCE = 0.01
+
 
 def classification_metric() -> Any:
     """Build an `evaluate.Metric` of accuracy over examples (micro) and of accuracy and F1 over classes (macro).
@@ -98,7 +101,7 @@ def label_indices(labels: Any) -> np.ndarray | None:
     """Get N class indices from labels: of rows of shares the largest; None for other rows, such as several labels."""
     if not isinstance(labels, np.ndarray):
         return None
-    if labels.ndim == 2 and labels.shape[1] > 1 and np.allclose(labels.sum(axis=1), 1, atol=0.01):
+    if labels.ndim == 2 and labels.shape[1] > 1 and np.allclose(labels.sum(axis=1), 1, rtol=0, atol=SHARE_TOLERANCE):
         return labels.argmax(axis=1)
     return labels if labels.ndim == 1 else None
 

@@ -6,13 +6,13 @@ from .build import BuiltDatasets, build_datasets, channel_statistics
 from .columns import balanced_class_weights, stratified_rows
 from .dataset import ClassificationDataset
 from .duplicates import find_duplicates
-from .examples import fingerprint, known_classes, known_labels
+from .examples import fingerprint, known_classes, known_labels, known_preparation
 from .folders import open_folder
 from .images import UnreadableImageError, decode_image, is_converted
 from .jpeg import decode_pixels
 from .layout import LAYOUTS
 from .loader import Splits, load_splits, split_dataset
-from .pipeline import HostBatch, ImagePipeline, PipelineDataset
+from .pipeline import HostBatch, ImagePipeline
 from .preparation import Preparation
 from .source import SkippedImage, count_of, write_skipped_images
 from .streaming import StreamingDataset
@@ -36,7 +36,6 @@ __all__ = [
     "ClassificationDataset",
     "HostBatch",
     "ImagePipeline",
-    "PipelineDataset",
     "Preparation",
     "SkippedImage",
     "Splits",
@@ -58,6 +57,7 @@ __all__ = [
     "is_converted",
     "known_classes",
     "known_labels",
+    "known_preparation",
     "load_splits",
     "open_dataset",
     "open_folder",

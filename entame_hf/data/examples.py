@@ -17,6 +17,8 @@ from xxhash import xxh3_64
 
 from .columns import image_files, label_values
 from .dataset import ClassificationDataset
+from .pipeline import PipelineDataset
+from .preparation import Preparation
 from .streaming import StreamingDataset
 
 
@@ -60,6 +62,13 @@ def known_classes(dataset: Any) -> list[str] | None:
         return list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
     names = getattr(dataset, "classes", None)
     return list(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else None
+
+
+def known_preparation(dataset: Any) -> Preparation | None:
+    """Get how a dataset of this package prepares its images; `None` of others."""
+    if isinstance(dataset, Subset):
+        return known_preparation(dataset.dataset)
+    return dataset.pipeline.preparation if isinstance(dataset, PipelineDataset) else None
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:

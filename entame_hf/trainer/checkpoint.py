@@ -11,13 +11,12 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.utils.data import Subset
 from transformers import BaseImageProcessor, PreTrainedModel
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 from transformers.utils import CONFIG_NAME, IMAGE_PROCESSOR_NAME, SAFE_WEIGHTS_NAME, logging
 
 from ..config import EntameConfig
-from ..data import PipelineDataset, update_pretrained_cfg
+from ..data import known_preparation, update_pretrained_cfg
 from ..errors import InputError
 from ..files import write_text, written_beside
 from ..heads import TIMM_PREFIX, base_model, find_heads, is_peft, timm_model
@@ -84,11 +83,9 @@ def saved_processor(processing_class: Any, *datasets: Any) -> Any:
         InputError: `processing_class` prepares images otherwise: the saved model would see others than were evaluated.
     """
     for dataset in [part for each in datasets for part in (each.values() if isinstance(each, dict) else (each,))]:
-        while isinstance(dataset, Subset):
-            dataset = dataset.dataset
-        if not isinstance(dataset, PipelineDataset):
+        preparation = known_preparation(dataset)
+        if preparation is None:
             continue
-        preparation = dataset.pipeline.preparation
         if isinstance(processing_class, BaseImageProcessor) and not preparation.is_as(processing_class):
             raise InputError(
                 "`processing_class` prepares images otherwise than the datasets, so the saved model would see others "

@@ -15,13 +15,10 @@ from transformers.utils import logging
 from ..data import BatchDataset, known_classes, known_labels
 from ..errors import InputError, printable
 from ..heads import base_model, num_classes
-from ..metrics import IGNORED_LABEL
+from ..metrics import IGNORED_LABEL, SHARE_TOLERANCE
 from ..patch import class_names
 
 logger = logging.get_logger(__name__)
-
-# How far the sum of a row of shares may be from 1: bfloat16 keeps three digits.
-TOLERANCE = 0.01
 
 
 class LabelReader:
@@ -102,7 +99,7 @@ class LabelReader:
         if ends is not None:
             for label in ends.tolist():
                 check_range("The labels", label, self._classes)
-        if worst is not None and not float(worst) <= TOLERANCE:
+        if worst is not None and not float(worst) <= SHARE_TOLERANCE:
             raise InputError(
                 f"The labels are rows whose sum differs from 1 by up to {float(worst):.3g}, and the model has one "
                 "label an image. Give shares of classes that sum to 1; or, for several labels an image, set "
