@@ -187,13 +187,19 @@ class Evaluations(TrainerCallback):
         return Evaluation(metrics, step if best is None else best, **self._observed.get(step, {}))
 
 
-def check_best_metric(trainer: Trainer) -> None:
+def check_metrics(trainer: Trainer) -> None:
     """Make sure, as far as it is known, that evaluations measure `metric_for_best_model`: Trainer asks the first one.
 
     Raises:
-        InputError: they do not, such as the loss of several evaluation sets, which have one each.
+        InputError: they do not, such as the loss of several evaluation sets, which have one each; or
+            `metrics_of_predictions()` would get batches that are not joined.
     """
     args, compute, sets = trainer.args, trainer.compute_metrics, trainer.eval_dataset
+    if compute is not None and measured_names(compute) and not args.eval_do_concat_batches:
+        raise InputError(
+            "`eval_do_concat_batches=False` leaves predictions in batches, which metrics_of_predictions() does not "
+            "take. Leave it out, or give `compute_metrics` of your own."
+        )
     metric = args.metric_for_best_model
     # An evaluation of the user's own may measure anything.
     if metric is None or args.eval_strategy == "no" or type(trainer).evaluate is not Trainer.evaluate:

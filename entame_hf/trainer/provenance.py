@@ -17,7 +17,7 @@ from ..files import write_text
 from ..heads import base_model, num_classes, timm_model
 from ..patch import class_names
 from ..training_args import check_numbers
-from .evaluation import check_best_metric
+from .evaluation import check_metrics
 from .labels import check_labels
 from .schedule import explain_optimizer_errors
 
@@ -53,7 +53,7 @@ def check_provenance(trainer: Any, checkpoint: str | None) -> Options:
             trained on something else.
     """
     check_labels(trainer)
-    check_best_metric(trainer)
+    check_metrics(trainer)
     facts = _facts(trainer)
     if checkpoint is not None:
         file, differences = Path(checkpoint, PROVENANCE), []

@@ -149,6 +149,12 @@ def test_a_best_metric_that_is_measured_chooses_the_checkpoint(tmp_path, tiny_vi
     assert trainer.state.best_metric is not None
 
 
+def test_metrics_that_would_get_single_batches_are_refused_before_training(tmp_path, tiny_vit):
+    args = arguments(tmp_path, eval_do_concat_batches=False)
+    with pytest.raises(InputError, match="`eval_do_concat_batches=False` leaves predictions in batches"):
+        EntameTrainer(tiny_vit, args, train_dataset=RandomImages(16), compute_metrics=OURS).train()
+
+
 def best_of(folder, model, metric, sets, compute):
     steps = {"max_steps": 2, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     args = arguments(folder, load_best_model_at_end=True, metric_for_best_model=metric, **steps)
