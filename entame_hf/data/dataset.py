@@ -19,7 +19,7 @@ from .augmentation import Augmentation, Rows
 from .cache import ImageCache, file_marks, mark_files, open_cache
 from .columns import check_labels, count_classes, label_indices, label_shares, row_number
 from .images import DecodedImage, UnreadableImageError
-from .pipeline import HostBatch, ImagePipeline, Keep, PipelineDataset
+from .pipeline import GpuFiles, HostBatch, ImagePipeline, Keep, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableRows
 from .workers import Workers
@@ -218,26 +218,31 @@ class ClassificationDataset(PipelineDataset):
     def _start_decoding(
         self, rows: Rows, todo: Rows, batch: HostBatch, device: torch.device | None = None
     ) -> Callable[[], Rows]:
-        """Decode on a GPU what it can, and start workers on the others; they return the positions of unreadable ones.
+        """Start workers on all but what a GPU decodes; return what waits for both, and gives what is left to do.
 
         Workers share memory for whole batches: without a `device`, few images are left, which threads decode.
         """
         if not len(todo):
             return lambda: todo
+        files: GpuFiles = {}
         if device is not None and device.type == "cuda" and not self._workers.outrun_gpu:
-            done = self.pipeline.decode_on_gpu(batch, todo, self._fetch(rows[todo]), device, self._keeper(rows[todo]))
-            todo = np.delete(todo, done)
+            files = self.pipeline.read_for_gpu(self._fetch(rows[todo]))
+        others = np.delete(todo, [*files])
         workers = self._workers if device is not None else self._new_workers()
-        decode = workers.start_decoding(batch.pixels.numpy(), batch.ratios.numpy(), todo, rows[todo])
+        decode = workers.start_decoding(batch.pixels.numpy(), batch.ratios.numpy(), others, rows[others])
 
         def wait() -> Rows:
+            left = set(files)
+            if files and device is not None:
+                # While the files of the next batch are read.
+                left -= {*self.pipeline.decode_on_gpu(batch, todo, files, device, self._keeper(rows[todo]))}
             errors = decode()
             if self.evaluation and self._has_most():
                 # No epoch follows at whose start they would stop.
                 self._workers.stop()
             for i, error in errors:
-                self.unreadable.add(int(rows[todo[i]]), error)
-            return todo[[i for i, _ in errors]]
+                self.unreadable.add(int(rows[others[i]]), error)
+            return np.concatenate([todo[sorted(left)], others[[i for i, _ in errors]]])
 
         return wait
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ _GPU_BATCH_PIXELS = 2**26
 
 # Takes a decoded image and its number.
 Keep = Callable[[int, DecodedImage], Any]
+# By their numbers, files that a GPU decodes, and their heights and widths.
+GpuFiles = dict[int, tuple[bytes, tuple[int, int]]]
 
 
 @dataclass
@@ -110,27 +112,29 @@ class ImagePipeline:
         except Exception as error:
             return UnreadableImageError(f"{type(error).__name__}: {error}")
 
+    def read_for_gpu(self, values: Sequence[Any]) -> GpuFiles:
+        """Read in threads those files that nvJPEG decodes reliably."""
+        if self.preparation.resize_crop is None or gpu_decoder() is None:
+            return {}
+        return {
+            i: (data, (header.height, header.width))
+            for i, (data, header) in enumerate(in_threads(_read, values))
+            if header and header.upright and not self.preparation.is_long(header.height, header.width)
+        }
+
     def decode_on_gpu(
-        self, batch: HostBatch, positions: Rows, values: list[Any], device: torch.device, keep: Keep | None = None
+        self, batch: HostBatch, positions: Rows, files: GpuFiles, device: torch.device, keep: Keep | None = None
     ) -> list[int]:
-        """Decode what nvJPEG decodes reliably to its places in a batch, on a CUDA device; return these numbers.
+        """Decode files to their places in a batch, on a CUDA device; return the numbers of those that it could decode.
 
         Threads call `keep` with each number and image.
         """
-        resize_crop = self.preparation.resize_crop
-        if resize_crop is None or gpu_decoder() is None:
-            return []
-        files = in_threads(_read, values)
-        sizes = {
-            i: (header.height, header.width)
-            for i, (_, header) in enumerate(files)
-            if header and header.upright and not self.preparation.is_long(header.height, header.width)
-        }
+        resize_crop, sizes = self.preparation.resize_crop, {i: size for i, (_, size) in files.items()}
         done: list[int] = []
         prepared: list[Tensor] = []
         for group in _of_similar_size(sizes):
             images = decode_on_gpu([files[i][0] for i in group], device)
-            if images is not None:
+            if images is not None and resize_crop is not None:
                 done += group
                 prepared.append(_prepare_batch(images, resize_crop).permute(0, 2, 3, 1).flatten(1))
         if not done:

@@ -19,7 +19,7 @@ from .augmentation import Augmentation
 from .board import Files
 from .columns import check_labels, count_classes
 from .images import DecodedImage, UnreadableImageError
-from .pipeline import HostBatch, ImagePipeline, PipelineDataset
+from .pipeline import GpuFiles, HostBatch, ImagePipeline, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableDataError, UnreadableNames
 from .workers import Workers
@@ -81,7 +81,7 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         self.pipeline = ImagePipeline(preparation, augmentation, num_classes)
         self.name, self.evaluation = name, evaluation
         self.unreadable = UnreadableNames(num_classes)
-        self._workers = Workers(self._decode, self.pipeline.length)
+        self._workers = self._new_workers()
         self._spare: tuple[HostBatch, Tensor] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -116,17 +116,28 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         self.unreadable.count(labels)
         rows = np.array([item["row"] for item in indices])
         batch = HostBatch.allocate(rows, self.pipeline.length, indices[0]["epoch"], device)
-        values, left = [item[self.image_column] for item in indices], np.arange(len(indices))
+        values, numbers = [item[self.image_column] for item in indices], np.arange(len(indices))
+        files: GpuFiles = {}
         if device is not None and device.type == "cuda" and not self._workers.outrun_gpu:
-            left = np.delete(left, self.pipeline.decode_on_gpu(batch, left, values, device))
-        pixels, ratios = batch.pixels.numpy(), batch.ratios.numpy()
-        decode = self._workers.start_decoding(pixels, ratios, left, left, [values[i] for i in left])
+            files = self.pipeline.read_for_gpu(values)
+
+        def start(workers: Workers, left: NDArray[np.int64]) -> Callable[[], list[tuple[int, UnreadableImageError]]]:
+            pixels, ratios = batch.pixels.numpy(), batch.ratios.numpy()
+            decode = workers.start_decoding(pixels, ratios, left, left, [values[i] for i in left])
+            return lambda: [(int(left[i]), error) for i, error in decode()]
+
+        decode = start(self._workers, np.delete(numbers, [*files]))
 
         def wait() -> HostBatch:
+            left = set(files)
+            if files and device is not None:
+                # While the files of the next batch are read.
+                left -= {*self.pipeline.decode_on_gpu(batch, numbers, files, device)}
+            errors = decode() + start(self._new_workers(), np.array(sorted(left), np.int64))()
             readable = np.ones(len(values), bool)
-            for i, error in decode():
-                readable[left[i]] = False
-                self._add_unreadable(indices[left[i]], error)
+            for i, error in errors:
+                readable[i] = False
+                self._add_unreadable(indices[i], error)
             shown = labels if readable.all() else self._stand_in(batch, labels, readable)
             self._spare = batch, shown
             batch.labels = shown
@@ -147,6 +158,9 @@ class StreamingDataset(PipelineDataset, IterableDataset):
 
     def _decode(self, row: int, value: Any) -> DecodedImage | UnreadableImageError:
         return self.pipeline.decode(value)
+
+    def _new_workers(self) -> Workers:
+        return Workers(self._decode, self.pipeline.length)
 
     def _stand_in(self, batch: HostBatch, labels: Tensor, readable: NDArray[np.bool_]) -> Tensor:
         """Put the next readable image of the batch in the place of an unreadable one, or one of the batch before."""

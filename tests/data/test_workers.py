@@ -234,7 +234,7 @@ def test_a_gpu_decodes_where_few_processes_do(processes, gpu, monkeypatch):
     asked = []
     workers = Workers(fill, 3)
     workers.processes = [None] * processes
-    monkeypatch.setattr(ImagePipeline, "decode_on_gpu", lambda *args: asked.append(args) or [0, 1])
+    monkeypatch.setattr(ImagePipeline, "read_for_gpu", lambda *args: asked.append(args) or {})
     monkeypatch.setattr(Workers, "start_decoding", lambda *args: list)
     # There is no GPU here whose memory a batch would be copied to.
     monkeypatch.setattr(
