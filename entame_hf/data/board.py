@@ -19,22 +19,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .images import DecodedImage, UnreadableImageError
+from .images import DecodedImage, EncodedImage, UnreadableImageError
 
 # Images that a process takes at a time.
 _CHUNK = 8
-# Room for the error of a small image.
-_LEAST_PLACE = 4096
+# Room for the error of a small image, and for most files that a GPU decodes.
+_LEAST_PLACE, _FILE_PLACE = 4096, 2**19
 # Shared memory for batches that are decoded at the same time, and what each of them may use.
 _PARTS, _PART_BYTES = 3, 2**28
 # Shared memory for the files of a stream: slots, how many one pass over it takes, and the bytes of a slot.
 _SLOTS, _SLOTS_OF_A_PASS, _SLOT_BYTES = 64, 32, 2**23
 # Where a process finds what it decodes: among the inputs, there pickled, or in the files of a stream.
 _INPUTS, _PICKLED, _FILES = range(3)
-# Ratios of images that are not decoded yet, and of those that cannot be.
-TO_DO, _UNREADABLE = -1.0, -2.0
+# Ratios of images that are not decoded yet, and of those whose place holds something else.
+TO_DO, _OTHER = -1.0, -2.0
 
-Decode = Callable[[int, Any], DecodedImage | UnreadableImageError]
+# What is left of an image: why it cannot be decoded, or its file, for a GPU.
+Rest = UnreadableImageError | EncodedImage
+# Takes a row's number, its image, and whether a GPU decodes.
+Take = Callable[[int, Any, bool], DecodedImage | Rest]
 Fetch = Callable[[NDArray[np.int64]], Sequence[Any]]
 
 
@@ -109,12 +112,12 @@ class Slots:
 class Board:
     """Hold what processes are to decode, and what they decoded, in memory that forked processes share.
 
-    An image's place holds its pixels or the error, pickled. `files` are where a stream's are; without them, no images
-    are given with their rows.
+    An image's place holds its pixels or, pickled, the rest. `files` are where those of a stream are; without them, no
+    images are given with their rows. With `for_gpu`, places have room for most files.
     """
 
-    def __init__(self, length: int, files: Files | None = None) -> None:
-        self.length, place = length, max(length, _LEAST_PLACE)
+    def __init__(self, length: int, files: Files | None = None, for_gpu: bool = False) -> None:
+        self.length, place = length, max(length, _FILE_PLACE if for_gpu else _LEAST_PLACE)
         self.images = max(1, _PART_BYTES // place)
         self.places = _shared((_PARTS, self.images, place), np.uint8)
         self.files = np.empty(0, np.uint8) if files is None else files.memory.reshape(-1)
@@ -126,8 +129,8 @@ class Board:
         self.chunks = _shared((_PARTS * -(-self.images // _CHUNK), 3), np.int64)
         # How many chunks were offered, and how many were taken.
         self.posted, self.taken = _shared((1,), np.int64), _shared((1,), np.int64)
-        # Images of each part that are left to do.
-        self.left = _shared((_PARTS,), np.int64)
+        # Images of each part that are left to do, and whether a GPU decodes them.
+        self.left, self.for_gpu = _shared((_PARTS,), np.int64), _shared((_PARTS,), np.bool_)
         fork = multiprocessing.get_context("fork")
         self.lock, self.ready = fork.Lock(), fork.Semaphore(0)
         self.done = [fork.Semaphore(0) for _ in range(_PARTS)]
@@ -136,7 +139,7 @@ class Board:
         for part in range(_PARTS):
             self._free.put(part)
 
-    def post(self, rows: NDArray[np.int64], values: Sequence[Any]) -> int | None:
+    def post(self, rows: NDArray[np.int64], values: Sequence[Any], for_gpu: bool) -> int | None:
         """Offer images to the processes, as many as a part holds, and return the part."""
         count = min(len(rows), self.images)
         if not count:
@@ -149,6 +152,7 @@ class Board:
             return None
         self.rows[part, :count] = rows[:count]
         self.ratios[part, :count], self.left[part], self._counts[part] = TO_DO, count, count
+        self.for_gpu[part] = for_gpu
         for start in range(0, count, _CHUNK):
             self.chunks[self.posted[0] % len(self.chunks)] = part, start, min(start + _CHUNK, count)
             self.posted[0] += 1
@@ -186,8 +190,8 @@ class Board:
 
     def take(
         self, part: int, pixels: NDArray[np.uint8], positions: NDArray[np.int64], found: NDArray[np.float32]
-    ) -> list[tuple[int, UnreadableImageError]]:
-        """Copy what was decoded, and return the errors; the part is free then."""
+    ) -> list[tuple[int, Rest]]:
+        """Copy what was decoded, and return the rest; the part is free then."""
         count = self._counts[part]
         found[:count] = self.ratios[part, :count]
         good = np.flatnonzero(found >= 0)
@@ -196,13 +200,13 @@ class Board:
             np.copyto(pixels, places[:count])
         else:
             pixels[positions[good]] = places[good]
-        failed = np.flatnonzero(found == _UNREADABLE).tolist()
-        # What follows the pickled error does not count.
-        errors = [(i, pickle.loads(self.places[part, i].data)) for i in failed]
+        others = np.flatnonzero(found == _OTHER).tolist()
+        # What follows in a place does not count.
+        rest = [(i, pickle.loads(self.places[part, i].data)) for i in others]
         self._free.put(part)
-        return errors
+        return rest
 
-    def serve(self, decode: Decode, fetch: Fetch | None, parent: int) -> None:
+    def serve(self, take: Take, fetch: Fetch | None, parent: int) -> None:
         """Decode chunks until the board is closed or the parent process has ended."""
         # A parent that is killed tells nobody.
         while os.getppid() == parent:
@@ -219,7 +223,7 @@ class Board:
                 rows = self.rows[part, start:end]
                 values = fetch(rows) if fetch else [self._value(part, i) for i in range(start, end)]
                 for i, row, value in zip(range(start, end), rows.tolist(), values, strict=True):
-                    self._put(part, i, decode(row, value))
+                    self._put(part, i, take(row, value, bool(self.for_gpu[part])))
             with self.lock:
                 self.left[part] -= end - start
                 last = not self.left[part]
@@ -231,13 +235,15 @@ class Board:
         data = (self.files if kind == _FILES else self.inputs[part])[start:end].tobytes()
         return pickle.loads(data) if kind == _PICKLED else {"bytes": data, "path": None}
 
-    def _put(self, part: int, i: int, image: DecodedImage | UnreadableImageError) -> None:
+    def _put(self, part: int, i: int, image: DecodedImage | Rest) -> None:
         place = self.places[part, i]
-        if isinstance(image, UnreadableImageError):
-            error = np.frombuffer(pickle.dumps(image), np.uint8)
-            place[: len(error)], self.ratios[part, i] = error, _UNREADABLE
-        else:
+        if isinstance(image, DecodedImage):
             place[: self.length], self.ratios[part, i] = image.pixels, image.ratio
+            return
+        other = np.frombuffer(pickle.dumps(image), np.uint8)
+        # Threads do what has no room here.
+        if len(other) <= len(place):
+            place[: len(other)], self.ratios[part, i] = other, _OTHER
 
     def close(self, count: int) -> None:
         """Let so many processes end after what was offered."""
@@ -251,7 +257,7 @@ def _shared(shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
     return np.frombuffer(mmap.mmap(-1, length), dtype).reshape(shape)
 
 
-def work(board: Board, decode: Decode, fetch: Fetch | None, parent: int, niceness: int) -> None:
+def work(board: Board, take: Take, fetch: Fetch | None, parent: int, niceness: int) -> None:
     """Decode what a board offers, in a process that was forked to, with so much less of a claim to the cores."""
     gc.freeze()
     gc.enable()
@@ -260,4 +266,4 @@ def work(board: Board, decode: Decode, fetch: Fetch | None, parent: int, nicenes
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     os.nice(niceness)
-    board.serve(decode, fetch, parent)
+    board.serve(take, fetch, parent)

@@ -19,7 +19,7 @@ from .augmentation import Augmentation, Rows
 from .cache import ImageCache, file_marks, mark_files, open_cache
 from .columns import check_labels, count_classes, label_indices, label_shares, row_number
 from .images import DecodedImage, UnreadableImageError
-from .pipeline import GpuFiles, HostBatch, ImagePipeline, Keep, PipelineDataset
+from .pipeline import HostBatch, ImagePipeline, Keep, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableRows
 from .workers import Workers
@@ -218,31 +218,26 @@ class ClassificationDataset(PipelineDataset):
     def _start_decoding(
         self, rows: Rows, todo: Rows, batch: HostBatch, device: torch.device | None = None
     ) -> Callable[[], Rows]:
-        """Start workers on all but what a GPU decodes; return what waits for both, and gives what is left to do.
+        """Start to decode images, or to read them for a GPU, which decodes once it is waited for; return what waits.
 
-        Workers share memory for whole batches: without a `device`, few images are left, which threads decode.
+        That gives the positions that are left to do. Workers share memory for whole batches: without a `device`, few
+        images are left, which threads decode.
         """
         if not len(todo):
             return lambda: todo
-        files: GpuFiles = {}
-        if device is not None and device.type == "cuda" and not self._workers.outrun_gpu:
-            files = self.pipeline.read_for_gpu(self._fetch(rows[todo]))
-        others = np.delete(todo, [*files])
         workers = self._workers if device is not None else self._new_workers()
-        decode = workers.start_decoding(batch.pixels.numpy(), batch.ratios.numpy(), others, rows[others])
+        pixels, ratios, on_gpu = batch.pixels.numpy(), batch.ratios.numpy(), self.decodes_on(device)
+        start = workers.start_decoding(pixels, ratios, todo, rows[todo], for_gpu=on_gpu)
 
         def wait() -> Rows:
-            left = set(files)
-            if files and device is not None:
-                # While the files of the next batch are read.
-                left -= {*self.pipeline.decode_on_gpu(batch, todo, files, device, self._keeper(rows[todo]))}
-            errors = decode()
+            rest = self.pipeline.decode_on_gpu(batch, todo, dict(start()), device, self._keeper(rows[todo]))
             if self.evaluation and self._has_most():
                 # No epoch follows at whose start they would stop.
                 self._workers.stop()
-            for i, error in errors:
-                self.unreadable.add(int(rows[others[i]]), error)
-            return np.concatenate([todo[sorted(left)], others[[i for i, _ in errors]]])
+            for i, error in rest.items():
+                if isinstance(error, UnreadableImageError):
+                    self.unreadable.add(int(rows[todo[i]]), error)
+            return todo[[*rest]]
 
         return wait
 
@@ -257,7 +252,7 @@ class ClassificationDataset(PipelineDataset):
         return self._images[rows][self.image_column]
 
     def _new_workers(self) -> Workers:
-        return Workers(self._decode_row, self.pipeline.length, self._fetch)
+        return Workers(self._decode_row, self.pipeline.length, self._fetch, self.pipeline.read_for_gpu)
 
     def _has_most(self) -> bool:
         return self._cache is not None and self._cache.fraction() >= _MOST

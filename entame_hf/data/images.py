@@ -45,6 +45,14 @@ class DecodedImage(NamedTuple):
     content: int
 
 
+class EncodedImage(NamedTuple):
+    """Hold the file of an image that a GPU can decode, and its height and width."""
+
+    data: bytes
+    height: int
+    width: int
+
+
 def decode_image(value: Any) -> Image.Image:
     """Decode an image to upright 8-bit RGB, fully loaded.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,12 @@ from xxhash import xxh3_64_intdigest
 
 from .augmentation import Augmentation, Rows
 from .batches import BatchDataset, to_device
-from .images import DecodedImage, UnreadableImageError, decode_image, encoded_bytes
-from .jpeg import JpegHeader, common_jpeg, decode_on_gpu, decode_pixels, gpu_decoder
+from .images import DecodedImage, EncodedImage, UnreadableImageError, decode_image, encoded_bytes
+from .jpeg import common_jpeg, decode_on_gpu, decode_pixels, gpu_decoder
 from .preparation import Preparation
 from .resampling import EvaluationCrop, ResizeCrop, crop_and_resize
 from .source import SkippedImage
-from .workers import in_threads
+from .workers import Rest, Workers, in_threads
 
 # Limits a batch on the GPU: with float16 intermediates, under a gigabyte of its memory.
 _GPU_BATCH_PIXELS = 2**26
@@ -27,8 +27,6 @@ _GPU_BATCH_PIXELS = 2**26
 
 # Takes a decoded image and its number.
 Keep = Callable[[int, DecodedImage], Any]
-# By their numbers, files that a GPU decodes, and their heights and widths.
-GpuFiles = dict[int, tuple[bytes, tuple[int, int]]]
 
 
 @dataclass
@@ -112,47 +110,57 @@ class ImagePipeline:
         except Exception as error:
             return UnreadableImageError(f"{type(error).__name__}: {error}")
 
-    def read_for_gpu(self, values: Sequence[Any]) -> GpuFiles:
-        """Read in threads those files that nvJPEG decodes reliably."""
-        if self.preparation.resize_crop is None or gpu_decoder() is None:
-            return {}
-        return {
-            i: (data, (header.height, header.width))
-            for i, (data, header) in enumerate(in_threads(_read, values))
-            if header and header.upright and not self.preparation.is_long(header.height, header.width)
-        }
+    @property
+    def decodes_on_gpu(self) -> bool:
+        """Whether a GPU can decode what is prepared so: evaluation needs the pixels of Pillow."""
+        return self.preparation.resize_crop is not None and gpu_decoder() is not None
+
+    def read_for_gpu(self, value: Any) -> EncodedImage | None:
+        """Read a file that nvJPEG decodes reliably; `None` for other images."""
+        try:
+            data = encoded_bytes(value)
+        except UnreadableImageError:
+            return None
+        header = common_jpeg(data) if data else None
+        if not data or not header or not header.upright or self.preparation.is_long(header.height, header.width):
+            return None
+        return EncodedImage(data, header.height, header.width)
 
     def decode_on_gpu(
-        self, batch: HostBatch, positions: Rows, files: GpuFiles, device: torch.device, keep: Keep | None = None
-    ) -> list[int]:
-        """Decode files to their places in a batch, on a CUDA device; return the numbers of those that it could decode.
+        self,
+        batch: HostBatch,
+        positions: Rows,
+        rest: Mapping[int, Rest],
+        device: torch.device | None,
+        keep: Keep | None = None,
+    ) -> dict[int, Rest]:
+        """Decode the files among the rest of a batch to their positions, on a CUDA device; return what is left then.
 
-        Threads call `keep` with each number and image.
+        Threads call `keep` with the number and the image of each.
         """
-        resize_crop, sizes = self.preparation.resize_crop, {i: size for i, (_, size) in files.items()}
+        files = {i: file for i, file in rest.items() if isinstance(file, EncodedImage)}
         done: list[int] = []
         prepared: list[Tensor] = []
-        for group in _of_similar_size(sizes):
-            images = decode_on_gpu([files[i][0] for i in group], device)
-            if images is not None and resize_crop is not None:
+        for group in _of_similar_size({i: (file.height, file.width) for i, file in files.items()}):
+            images = None if device is None else decode_on_gpu([files[i].data for i in group], device)
+            if images is not None and self.preparation.resize_crop is not None:
                 done += group
-                prepared.append(_prepare_batch(images, resize_crop).permute(0, 2, 3, 1).flatten(1))
+                prepared.append(_prepare_batch(images, self.preparation.resize_crop).permute(0, 2, 3, 1).flatten(1))
         if not done:
-            return []
+            return dict(rest)
         pixels = torch.cat(prepared)
         batch.on_device = positions[done], pixels
-        shapes = np.array([sizes[i] for i in done], np.float32)
-        batch.ratios.numpy()[positions[done]] = shapes[:, 1] / shapes[:, 0]
+        batch.ratios.numpy()[positions[done]] = [files[i].width / files[i].height for i in done]
         if keep:
             # Copies to pinned memory are many times as fast.
             host = torch.empty_like(pixels, device="cpu", pin_memory=pixels.is_cuda).copy_(pixels).numpy()
             ratios = batch.ratios.numpy()[positions[done]].tolist()
 
             def keep_one(n: int) -> None:
-                keep(done[n], DecodedImage(host[n], ratios[n], xxh3_64_intdigest(files[done[n]][0])))
+                keep(done[n], DecodedImage(host[n], ratios[n], xxh3_64_intdigest(files[done[n]].data)))
 
             in_threads(keep_one, range(len(done)))
-        return done
+        return {i: each for i, each in rest.items() if i not in {*done}}
 
     def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device.
@@ -188,6 +196,12 @@ class PipelineDataset(BatchDataset):
     pipeline: ImagePipeline
     unreadable: Any
     name: str
+    _workers: Workers
+
+    def decodes_on(self, device: torch.device | None) -> bool:
+        """Tell whether a device decodes: a CUDA GPU does where few processes run."""
+        is_cuda = device is not None and device.type == "cuda"
+        return is_cuda and not self._workers.outrun_gpu and self.pipeline.decodes_on_gpu
 
     def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device: see [`ImagePipeline.finish`]."""
@@ -204,14 +218,6 @@ class PipelineDataset(BatchDataset):
     def skipped(self) -> list[SkippedImage]:
         """List the unreadable images with their reasons, of all ranks as last gathered."""
         return self.unreadable.skipped(self.name)
-
-
-def _read(value: Any) -> tuple[bytes, JpegHeader | None]:
-    try:
-        data = encoded_bytes(value) or b""
-    except UnreadableImageError:
-        data = b""
-    return data, common_jpeg(data)
 
 
 def _of_similar_size(sizes: dict[int, tuple[int, int]]) -> Iterator[list[int]]:

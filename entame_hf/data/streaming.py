@@ -18,11 +18,11 @@ from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
 from .board import Files
 from .columns import check_labels, count_classes
-from .images import DecodedImage, UnreadableImageError
-from .pipeline import GpuFiles, HostBatch, ImagePipeline, PipelineDataset
+from .images import DecodedImage, EncodedImage, UnreadableImageError
+from .pipeline import HostBatch, ImagePipeline, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableDataError, UnreadableNames
-from .workers import Workers
+from .workers import Rest, Workers
 
 # Rows that are read at a time.
 _ROWS = 32
@@ -117,27 +117,24 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         rows = np.array([item["row"] for item in indices])
         batch = HostBatch.allocate(rows, self.pipeline.length, indices[0]["epoch"], device)
         values, numbers = [item[self.image_column] for item in indices], np.arange(len(indices))
-        files: GpuFiles = {}
-        if device is not None and device.type == "cuda" and not self._workers.outrun_gpu:
-            files = self.pipeline.read_for_gpu(values)
 
-        def start(workers: Workers, left: NDArray[np.int64]) -> Callable[[], list[tuple[int, UnreadableImageError]]]:
-            pixels, ratios = batch.pixels.numpy(), batch.ratios.numpy()
-            decode = workers.start_decoding(pixels, ratios, left, left, [values[i] for i in left])
-            return lambda: [(int(left[i]), error) for i, error in decode()]
+        def start(workers: Workers, left: NDArray[np.int64], on_gpu: bool) -> Callable[[], dict[int, Rest]]:
+            pixels, ratios, images = batch.pixels.numpy(), batch.ratios.numpy(), [values[i] for i in left]
+            decode = workers.start_decoding(pixels, ratios, left, left, images, on_gpu)
+            return lambda: {int(left[i]): each for i, each in decode()}
 
-        decode = start(self._workers, np.delete(numbers, [*files]))
+        decode = start(self._workers, numbers, self.decodes_on(device))
 
         def wait() -> HostBatch:
-            left = set(files)
-            if files and device is not None:
-                # While the files of the next batch are read.
-                left -= {*self.pipeline.decode_on_gpu(batch, numbers, files, device)}
-            errors = decode() + start(self._new_workers(), np.array(sorted(left), np.int64))()
+            rest = self.pipeline.decode_on_gpu(batch, numbers, decode(), device)
+            # Threads decode what a GPU could not.
+            left = [i for i, each in rest.items() if isinstance(each, EncodedImage)]
+            rest |= start(self._new_workers(), np.array(left, np.int64), False)()
             readable = np.ones(len(values), bool)
-            for i, error in errors:
-                readable[i] = False
-                self._add_unreadable(indices[i], error)
+            for i, error in rest.items():
+                if isinstance(error, UnreadableImageError):
+                    readable[i] = False
+                    self._add_unreadable(indices[i], error)
             shown = labels if readable.all() else self._stand_in(batch, labels, readable)
             self._spare = batch, shown
             batch.labels = shown
@@ -160,7 +157,7 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         return self.pipeline.decode(value)
 
     def _new_workers(self) -> Workers:
-        return Workers(self._decode, self.pipeline.length)
+        return Workers(self._decode, self.pipeline.length, read=self.pipeline.read_for_gpu)
 
     def _stand_in(self, batch: HostBatch, labels: Tensor, readable: NDArray[np.bool_]) -> Tensor:
         """Put the next readable image of the batch in the place of an unreadable one, or one of the batch before."""

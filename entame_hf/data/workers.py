@@ -17,10 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from .batches import CAN_FORK, thread_pool
-from .board import TO_DO, Board, Decode, Fetch, Files, work
-from .images import UnreadableImageError
+from .board import TO_DO, Board, Fetch, Files, Rest, work
+from .images import DecodedImage, EncodedImage, UnreadableImageError
 
 logger = logging.getLogger(__name__)
+
+Decode = Callable[[int, Any], DecodedImage | UnreadableImageError]
+Read = Callable[[Any], EncodedImage | None]
 
 # ResNet-50 at 224 px, without a cache, on an H200: 14 processes keep 0.99 of the pace of images on the device. nvJPEG,
 # which takes the GPU's time, keeps 0.57.
@@ -74,10 +77,11 @@ class Workers:
         length (`int`): The bytes of a decoded image.
         fetch (`Callable`, *optional*): Maps the numbers of rows, int64 (N,), to their images. Without it, `values` are
             given with the rows.
+        read (`Callable`, *optional*): Maps an image to an [`EncodedImage`] if a GPU can decode it, else to `None`.
     """
 
-    def __init__(self, decode: Decode, length: int, fetch: Fetch | None = None):
-        self.decode, self.length, self.fetch = decode, length, fetch
+    def __init__(self, decode: Decode, length: int, fetch: Fetch | None = None, read: Read | None = None):
+        self.decode, self.length, self.fetch, self.read = decode, length, fetch, read
         self._board: Board | None = None
         self.processes: list[Any] = []
 
@@ -90,7 +94,8 @@ class Workers:
         """Start processes, if none run and the system can fork."""
         if not count or self._board is not None or not CAN_FORK:
             return
-        self._board = Board(self.length, None if self.fetch else self.files)
+        for_gpu = self.read is not None and count < _MANY and torch.cuda.is_available()
+        self._board = Board(self.length, None if self.fetch else self.files, for_gpu)
         collects = gc.isenabled()
         # A collection in a fork, before it begins, would end what the parent no longer uses: process groups, streams.
         gc.disable()
@@ -107,7 +112,7 @@ class Workers:
         # Threads that feed a GPU come first. A training on the cores would wait for images, and be 4 % slower.
         niceness = 10 if torch.cuda.is_available() else 0
         process = multiprocessing.get_context("fork").Process(
-            target=work, args=(board, self.decode, self.fetch, os.getpid(), niceness), daemon=True
+            target=work, args=(board, self._take, self.fetch, os.getpid(), niceness), daemon=True
         )
         process.start()
         return process
@@ -130,40 +135,46 @@ class Workers:
         positions: NDArray[np.int64],
         rows: NDArray[np.int64],
         values: Sequence[Any] = (),
-    ) -> Callable[[], list[tuple[int, UnreadableImageError]]]:
-        """Start to decode images to their positions in a batch of pixels and ratios.
+        for_gpu: bool = False,
+    ) -> Callable[[], list[tuple[int, Rest]]]:
+        """Start to decode images to their positions in a batch of pixels and ratios, or to read them for a GPU.
 
         Returns:
-            `Callable`: Waits for them, and returns the numbers in `rows` of those that cannot be decoded.
+            `Callable`: Waits for them, and returns the rest: the numbers in `rows` of those that cannot be decoded,
+                with the errors, and of those that a GPU decodes, with their files.
         """
         board, processes, found = self._board, self.processes, np.full(len(rows), TO_DO, np.float32)
-        part = None if board is None else board.post(rows, values)
+        part = None if board is None else board.post(rows, values, for_gpu)
 
-        def decode(i: int, image: Any) -> tuple[int, UnreadableImageError] | None:
-            decoded = self.decode(int(rows[i]), image)
-            if isinstance(decoded, UnreadableImageError):
-                return i, decoded
-            pixels[positions[i]], found[i] = decoded.pixels, decoded.ratio
+        def take(i: int, image: Any) -> tuple[int, Rest] | None:
+            taken = self._take(int(rows[i]), image, for_gpu)
+            if not isinstance(taken, DecodedImage):
+                return i, taken
+            pixels[positions[i]], found[i] = taken.pixels, taken.ratio
             return None
 
-        def finish() -> list[tuple[int, UnreadableImageError]]:
-            errors: list[tuple[int, UnreadableImageError] | None] = []
+        def finish() -> list[tuple[int, Rest]]:
+            rest: list[tuple[int, Rest] | None] = []
             if board is not None and part is not None:
                 if not board.wait(part, processes) and self._board is board:
                     logger.warning("A worker that decodes images was killed; is memory short? Threads decode instead.")
                     self._board, self.processes = None, []
-                errors += board.take(part, pixels, positions, found)
+                rest += board.take(part, pixels, positions, found)
             left = np.flatnonzero(found == TO_DO)
             if len(left):
                 images = self.fetch(rows[left]) if self.fetch else [values[i] for i in left.tolist()]
-                errors += in_threads(lambda each: decode(*each), [*zip(left.tolist(), images, strict=True)])
+                rest += in_threads(lambda each: take(*each), [*zip(left.tolist(), images, strict=True)])
             ratios[positions] = np.maximum(found, 0)
-            return [error for error in errors if error]
+            return [each for each in rest if each]
 
         return finish
 
+    def _take(self, row: int, value: Any, for_gpu: bool) -> DecodedImage | Rest:
+        encoded = self.read(value) if for_gpu and self.read else None
+        return self.decode(row, value) if encoded is None else encoded
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"decode": self.decode, "length": self.length, "fetch": self.fetch}
+        return {"decode": self.decode, "length": self.length, "fetch": self.fetch, "read": self.read}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

@@ -150,8 +150,13 @@ def test_what_a_gpu_decodes_joins_what_threads_decode():
         ([values[1], values[3], values[4]], np.array([2, 0, 1]), [0, 1, 2]),
     ):
         batch = HostBatch.allocate(np.arange(len(chosen)), pipeline.length, 0, cpu)
-        files = pipeline.read_for_gpu(chosen)
-        done = pipeline.decode_on_gpu(batch, positions, files, cpu, lambda i, image: kept.update({i: image}))
+        files = {i: file for i, value in enumerate(chosen) if (file := pipeline.read_for_gpu(value))}
+        unread = UnreadableImageError("odd")
+        rest = pipeline.decode_on_gpu(
+            batch, positions, {9: unread, **files}, cpu, lambda i, image: kept.update({i: image})
+        )
+        assert rest == {9: unread}
+        done = sorted(files)
         left = np.delete(np.arange(len(chosen)), done)
         workers = Workers(lambda row, value: pipeline.decode(value), pipeline.length)
         rest = [chosen[i] for i in left]

@@ -18,7 +18,7 @@ from PIL import Image
 from transformers import ViTImageProcessor
 
 from entame_hf.data import ClassificationDataset, Preparation, StreamingDataset, set_image_size
-from entame_hf.data.images import DecodedImage, UnreadableImageError
+from entame_hf.data.images import DecodedImage, EncodedImage, UnreadableImageError
 from entame_hf.data.pipeline import HostBatch, ImagePipeline
 from entame_hf.data.workers import Workers, default_workers
 
@@ -229,13 +229,43 @@ def test_an_error_of_a_decoder_keeps_no_memory():
     workers.stop()
 
 
+@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("fetches", [False, True])
+def test_files_that_a_gpu_decodes_are_read_in_the_processes(processes, fetches, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    # The second has no room in the memory that is shared: threads read it. The third is decoded all the same.
+    files = [{"bytes": bytes([i]) * size, "path": None} for i, size in enumerate((5000, 2**19, 10, 60000))]
+
+    def read(value):
+        return EncodedImage(value["bytes"], os.getpid(), 4) if len(value["bytes"]) > 10 else None
+
+    fetch = (lambda rows: [files[i] for i in rows]) if fetches else None
+    workers = Workers(lambda row, value: fill(2 * row, 7), 3, fetch, read)
+    workers.start(processes)
+    pixels, ratios, rows = np.zeros((4, 3), np.uint8), np.zeros(4, np.float32), np.arange(4)
+    for _ in range(5):
+        rest = dict(workers.start_decoding(pixels, ratios, rows, rows, () if fetches else files, True)())
+        assert {i: file.data for i, file in rest.items()} == {i: files[i]["bytes"] for i in (0, 1, 3)}
+        assert pixels[2].tolist() == [7] * 3
+        here = [i for i, file in rest.items() if file.height == os.getpid()]
+        assert sorted(here) == ([1] if processes else [0, 1, 3])
+    assert workers.start_decoding(pixels, ratios, rows, rows, () if fetches else files)() == []
+    assert (pixels == 7).all()
+    workers.stop()
+
+
 @pytest.mark.parametrize(("processes", "gpu"), [(0, True), (7, True), (8, False), (12, False)])
 def test_a_gpu_decodes_where_few_processes_do(processes, gpu, monkeypatch):
     asked = []
     workers = Workers(fill, 3)
     workers.processes = [None] * processes
-    monkeypatch.setattr(ImagePipeline, "read_for_gpu", lambda *args: asked.append(args) or {})
-    monkeypatch.setattr(Workers, "start_decoding", lambda *args: list)
+    monkeypatch.setattr(ImagePipeline, "decodes_on_gpu", True)
+
+    def start_decoding(self, pixels, ratios, positions, rows, values=(), for_gpu=False):
+        asked.append(for_gpu)
+        return list
+
+    monkeypatch.setattr(Workers, "start_decoding", start_decoding)
     # There is no GPU here whose memory a batch would be copied to.
     monkeypatch.setattr(
         HostBatch,
@@ -250,4 +280,4 @@ def test_a_gpu_decodes_where_few_processes_do(processes, gpu, monkeypatch):
     for data, batch in ((table, [0, 1]), (stream, [*stream])):
         data._workers = workers
         data.start_reading(batch, 0, torch.device("cuda"))
-    assert len(asked) == 2 * gpu
+    assert asked == [gpu] * 2
