@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -18,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 
 from .columns import image_files
 from .images import DecodedImage
-from .workers import threads
+from .workers import start_in_threads, threads
 
 logger = logging.get_logger(__name__)
 
@@ -119,6 +121,7 @@ class ImageCache:
             self.index = mapped[: rows * _INDEX.itemsize].view(_INDEX)
             self._pixels = mapped[self._start :].reshape(self.kept, length)
         self._checked = np.zeros(rows, bool)
+        self._writing: list[Future[list[Any]]] = []
         if self.kept < rows:
             logger.warning(
                 f"The image cache has room for {self.kept:,} of {rows:,} images; every epoch decodes the others. All "
@@ -174,6 +177,12 @@ class ImageCache:
             logger.warning(f"The image cache cannot be written, so every epoch decodes the other images: {error}")
             self.kept = 0
         self._checked[row] = False
+
+    def start_writing(self, images: Mapping[int, DecodedImage]) -> None:
+        """Start to cache images by their rows, in threads, once those of the last call are written."""
+        for part in self._writing:
+            part.result()
+        self._writing = start_in_threads(lambda each: self.write(*each), [*images.items()])
 
     def _copy(self, rows: NDArray[np.int64], out: NDArray[np.uint8], start: int, stop: int) -> list[int]:
         rows, out = rows[start:stop], out[start:stop]

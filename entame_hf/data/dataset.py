@@ -262,7 +262,7 @@ class ClassificationDataset(PipelineDataset):
         # Without room in the cache, images that a GPU decoded are not copied back.
         if cache is None or rows.min() >= cache.kept:
             return None
-        return lambda i, image: cache.write(int(rows[i]), image)
+        return lambda images: cache.start_writing({int(rows[i]): image for i, image in images.items()})
 
     def _open_cache(self) -> ImageCache | None:
         # Of a generator that gives other images now, the fingerprint stays.

@@ -19,14 +19,14 @@ from .jpeg import common_jpeg, decode_on_gpu, decode_pixels, gpu_decoder
 from .preparation import Preparation
 from .resampling import EvaluationCrop, ResizeCrop, crop_and_resize
 from .source import SkippedImage
-from .workers import Rest, Workers, in_threads
+from .workers import Rest, Workers
 
 # Limits a batch on the GPU: with float16 intermediates, under a gigabyte of its memory.
 _GPU_BATCH_PIXELS = 2**26
 
 
-# Takes a decoded image and its number.
-Keep = Callable[[int, DecodedImage], Any]
+# Takes decoded images by their numbers.
+Keep = Callable[[Mapping[int, DecodedImage]], Any]
 
 
 @dataclass
@@ -136,7 +136,7 @@ class ImagePipeline:
     ) -> dict[int, Rest]:
         """Decode the files among the rest of a batch to their positions, on a CUDA device; return what is left then.
 
-        Threads call `keep` with the number and the image of each.
+        `keep` is called with them, by their numbers.
         """
         files = {i: file for i, file in rest.items() if isinstance(file, EncodedImage)}
         done: list[int] = []
@@ -156,10 +156,8 @@ class ImagePipeline:
             host = torch.empty_like(pixels, device="cpu", pin_memory=pixels.is_cuda).copy_(pixels).numpy()
             ratios = batch.ratios.numpy()[positions[done]].tolist()
 
-            def keep_one(n: int) -> None:
-                keep(done[n], DecodedImage(host[n], ratios[n], xxh3_64_intdigest(files[done[n]].data)))
-
-            in_threads(keep_one, range(len(done)))
+            hashes = [xxh3_64_intdigest(files[i].data) for i in done]
+            keep({i: DecodedImage(*image) for i, *image in zip(done, host, ratios, hashes, strict=True)})
         return {i: each for i, each in rest.items() if i not in {*done}}
 
     def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:

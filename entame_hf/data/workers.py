@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
 from typing import Any
 
@@ -48,9 +48,14 @@ def threads() -> ThreadPoolExecutor:
 
 def in_threads(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
     """Call a function for many values in threads, a few tasks a thread, and return the results in their order."""
+    return [result for part in start_in_threads(function, values) for result in part.result()]
+
+
+def start_in_threads(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Future[list[Any]]]:
+    """Start to call a function for many values in threads; each `Future` has the results of some, in order."""
     step = max(1, -(-len(values) // (4 * cores())))
     parts = [values[start : start + step] for start in range(0, len(values), step)]
-    return [result for part in threads().map(lambda part: [*map(function, part)], parts) for result in part]
+    return [threads().submit(lambda part: [*map(function, part)], part) for part in parts]
 
 
 # A forked process has none of its parent's threads.

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from threading import Event
 
 import numpy as np
 import pytest
@@ -57,6 +58,19 @@ def test_what_was_written_is_read():
         assert np.array_equal(out[position], image(row).pixels)
     assert cache.fraction() == 0.2
     assert cache.index[["content", "ratio"]][[3, 4]].tolist() == [(4, 4.5), (0, 0.0)]
+
+
+def test_images_are_written_while_the_next_ones_come(monkeypatch):
+    cache, goes_on = ImageCache("a", 10, LENGTH, 10**9), Event()
+    write = cache.write
+    monkeypatch.setattr(cache, "write", lambda row, image: goes_on.wait(10) and write(row, image))
+    cache.start_writing({row: image(row) for row in range(4)})
+    assert not cache.has(np.arange(4)).any()
+    goes_on.set()
+    cache.start_writing({9: image(9)})
+    assert cache.has(np.arange(4)).all()
+    cache.start_writing({})
+    assert read(cache, [2, 9])[1] == [True, True]
 
 
 def test_threads_copy_parts_of_a_batch(monkeypatch):

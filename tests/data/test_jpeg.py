@@ -152,9 +152,7 @@ def test_what_a_gpu_decodes_joins_what_threads_decode():
         batch = HostBatch.allocate(np.arange(len(chosen)), pipeline.length, 0, cpu)
         files = {i: file for i, value in enumerate(chosen) if (file := pipeline.read_for_gpu(value))}
         unread = UnreadableImageError("odd")
-        rest = pipeline.decode_on_gpu(
-            batch, positions, {9: unread, **files}, cpu, lambda i, image: kept.update({i: image})
-        )
+        rest = pipeline.decode_on_gpu(batch, positions, {9: unread, **files}, cpu, kept.update)
         assert rest == {9: unread}
         done = sorted(files)
         left = np.delete(np.arange(len(chosen)), done)
