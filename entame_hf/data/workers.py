@@ -26,7 +26,7 @@ Decode = Callable[[int, Any], DecodedImage | UnreadableImageError]
 Read = Callable[[Any], EncodedImage | None]
 
 # ResNet-50 at 224 px, without a cache, on an H200: 14 processes keep 0.99 of the pace of images on the device. nvJPEG
-# keeps 0.7, as it takes the GPU's time.
+# keeps 0.6 to 0.7, as it takes the GPU's time.
 _MANY = 8
 
 
