@@ -164,8 +164,18 @@ def explain_changed_layers(model: nn.Module) -> None:
         )
 
 
-def check_precision(model: nn.Module, args: Any, save_dtype: str, casts: bool) -> None:
-    """Warn of weights that would be trained in half precision, unless DeepSpeed casts them, and of fp16 on a CPU."""
+def check_options(model: nn.Module, args: Any, save_dtype: str, casts: bool) -> None:
+    """Refuse an order by length and half-precision adapters; warn of weights in half precision, and of fp16 on a CPU.
+
+    Trainer takes batches by length in evaluations too: predictions would have another order than the images. DeepSpeed
+    `casts` weights.
+    """
+    order = getattr(args, "train_sampling_strategy", "random")
+    if order not in ("random", "sequential"):
+        raise InputError(
+            f"`train_sampling_strategy={order}` orders texts by their length, and would shuffle the images of an "
+            "evaluation. Leave it out."
+        )
     if args.fp16 and args.device.type == "cpu":
         logger.warning("`fp16=True` has no effect on a CPU: the training is in float32. Use `bf16=True`, or neither.")
     if save_dtype != "float32" and has_adapters(model):

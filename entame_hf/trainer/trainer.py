@@ -41,7 +41,7 @@ from .restore import restore_state
 from .resume import find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
 from .schedule import check_optimizer_options, complete_schedule, explain_optimizer_errors, resolve_ratios
-from .start import check_loaded, check_precision, drop_gradients, forget_training, prepare_model, resolve_config
+from .start import check_loaded, check_options, drop_gradients, forget_training, prepare_model, resolve_config
 
 
 class EntameTrainer(Trainer):
@@ -114,7 +114,7 @@ class EntameTrainer(Trainer):
             preprocess_logits_for_metrics,
         )
         set_log_level(args)
-        check_precision(self.model, args, self.head_args.save_dtype, self.is_deepspeed_enabled)
+        check_options(self.model, args, self.head_args.save_dtype, self.is_deepspeed_enabled)
         self.entame = entame.under(TIMM_PREFIX) if entame is not None and wrapped is not model else entame
         # Most vision models take **kwargs and scale nothing. Trainer takes their loss for one that is divided already:
         # gradients would grow with gradient accumulation (transformers#47688).

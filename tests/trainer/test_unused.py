@@ -259,3 +259,22 @@ def test_a_training_without_a_full_batch_is_refused(tmp_path, tiny_vit):
     trainer = EntameTrainer(tiny_vit, args, train_dataset=RandomImages(5))
     with pytest.raises(InputError, match="5 examples fill no batch of 16, and `dataloader_drop_last=True` drops them"):
         trainer.train()
+
+
+@pytest.mark.parametrize("order", ["group_by_length", "batch_rebalance"])
+def test_an_order_by_the_length_of_texts_is_refused(tmp_path, tiny_vit, order):
+    args = arguments(tmp_path, train_sampling_strategy=order)
+    with pytest.raises(InputError, match=f"`train_sampling_strategy={order}` orders texts"):
+        EntameTrainer(tiny_vit, args, eval_dataset=RandomImages(8))
+
+
+def test_images_can_come_in_their_order(tmp_path, tiny_vit):
+    data, seen = RandomImages(64), []
+
+    class Recording(EntameTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            seen.extend(inputs["labels"].tolist())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    train(Recording, tmp_path, tiny_vit, train_sampling_strategy="sequential")
+    assert seen == [int(data[i]["labels"]) for i in range(len(seen))]
