@@ -10,6 +10,7 @@ from argparse import Action, ArgumentTypeError, Namespace
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -99,7 +100,7 @@ class OptionParser(HfArgumentParser):
         values, unknown = self.parse_known_args(argv, values)
         if unknown:
             self._refuse(unknown[0])
-        found = {name: value for name, value in vars(values).items() if value is not unset}
+        found = {name: _plain(value) for name, value in vars(values).items() if value is not unset}
         if found.pop("help_all"):
             print(all_options(self))
             sys.exit(0)
@@ -169,6 +170,13 @@ class OptionParser(HfArgumentParser):
         found = known.get(next(iter(get_close_matches(name, known, n=1)), ""))
         hint = f"Did you mean --{found}? " if found else ""
         raise InputError(f"{where}Unknown option --{name}. {hint}--help lists the options, --help_all all of them.")
+
+
+def _plain(value: Any) -> Any:
+    """Give the values of enumerations, which files of options cannot hold."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value.value if isinstance(value, Enum) else value
 
 
 def _choice(allowed: Iterable[str], value: str) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import pytest
 from transformers.integrations import integration_utils
 
 from entame_hf import InputError
 from entame_hf.cli.loading import training_parser
+from entame_hf.cli.output_folder import save_options
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,20 @@ def test_a_json_key_twice_is_refused(parser, tmp_path, text):
 def test_a_damaged_json_file_is_refused(parser, tmp_path, text, message):
     with pytest.raises(InputError, match=message):
         parser.given([written(tmp_path, text, "run.json")])
+
+
+def test_every_option_is_the_same_in_the_file_of_a_run(parser, tmp_path):
+    for name, option in parser.options.items():
+        given = {}
+        # Those that allow words alone hold them in their type.
+        words = next(iter(getattr(option.type, "args", ())), ())
+        for typed in option.choices or [*words, "underflow_overflow", "true", "1", "0.5", '{"a": 1}']:
+            with suppress(InputError):
+                given = given or parser.given([f"--{name}", str(typed)])
+        assert given or name in ("help", "help_all"), name
+        save_options(tmp_path, given)
+        kept = {} if name in ("hub_token", "inspect", "overwrite", "resume_from_checkpoint") else given
+        assert parser.given([str(tmp_path / "run.yaml")]) == kept, name
 
 
 def test_a_file_that_is_missing_or_no_text_is_refused(parser, tmp_path):
