@@ -54,10 +54,9 @@ class Console(TrainerCallback):
         metrics: dict[str, Any] = kwargs.get("metrics") or {}
         if "eval_accuracy" in metrics and state.is_world_process_zero:
             best = best_evaluation(state.log_history, args)
-            # A stream has no length: Trainer counts as many epochs as there are.
-            whole = "" if state.num_train_epochs >= sys.maxsize else f"/{_epoch(state.num_train_epochs)}"
+            epoch = f"epoch {_epoch(state.epoch)}/{_epoch(state.num_train_epochs)}  " if knows_epochs(state) else ""
             say(
-                f"epoch {_epoch(state.epoch)}{whole}  step {state.global_step:,}  "
+                f"{epoch}step {state.global_step:,}  "
                 f"{scores(metrics)}  best {_best(best, args)} at step {int(best['step']):,}"
             )
 
@@ -160,6 +159,11 @@ def _metric(args: TrainingArguments) -> str:
 def _best(entry: dict[str, Any], args: TrainingArguments) -> str:
     name = _metric(args)
     return f"{entry[name]:.4f}" if name.endswith("loss") else f"{entry[name]:.1%}"
+
+
+def knows_epochs(state: TrainerState) -> bool:
+    """Tell whether epochs can be counted: of a stream, whose length is not known, Trainer's numbers mean nothing."""
+    return state.num_train_epochs < sys.maxsize
 
 
 def _epoch(epoch: float | None) -> str:

@@ -12,7 +12,7 @@ from ..data import Splits, StreamingDataset, count_of, find_duplicates, output_s
 from ..files import write_file
 from ..patch import class_names
 from ..trainer import EntameTrainer, last_intact_checkpoint
-from .console import duration, say, scores
+from .console import duration, knows_epochs, say, scores
 from .output_folder import BATCH_FILE, RUN_FILE
 
 
@@ -85,10 +85,11 @@ def summary(trainer: EntameTrainer, found: dict[str, dict[str, float]], seconds:
     weights, step = f"the last ones, of step {state.global_step:,}", trainer.evaluations.loaded_step
     if step is not None:
         epoch = next(entry["epoch"] for entry in state.log_history if entry["step"] == step and "epoch" in entry)
-        weights = f"the best ones, of epoch {epoch:.3g} (step {step:,})"
+        when = f"epoch {epoch:.3g} (step {step:,})" if knows_epochs(state) else f"step {step:,}"
+        weights = f"the best ones, of {when}"
+    epochs = f", {count_of(state.epoch or 0, 'epoch', '.3g')}" if knows_epochs(state) else ""
     lines = [
-        f"\nDone in {duration(seconds)}: {count_of(state.global_step, 'step')}, "
-        f"{count_of(state.epoch or 0, 'epoch', '.3g')}.",
+        f"\nDone in {duration(seconds)}: {count_of(state.global_step, 'step')}{epochs}.",
         f"  model       {folder}",
         f"  weights     {weights}",
         f"  validation  {scores(found['eval'])}",

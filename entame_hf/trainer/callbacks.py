@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 from transformers.utils import logging
 
-from ..data import BatchDataset
+from ..data import BatchDataset, StreamingDataset
 from ..errors import InputError
 from ..patch import normalised_heads, set_trained
 from .loss import ClassificationLoss, scales_loss
@@ -141,11 +141,16 @@ class UnusedCheck(TrainerCallback):
                 "create_optimizer_and_scheduler of your own is never called: Trainer builds one after the other. "
                 "Override create_optimizer(self, model=None), and create_scheduler if need be."
             )
-        data = self.trainer.train_dataset
+        data, order = self.trainer.train_dataset, getattr(args, "train_sampling_strategy", "random")
         if args.dataloader_drop_last and isinstance(data, IterableDataset) and not isinstance(data, BatchDataset):
             logger.warning(
                 "`dataloader_drop_last=True` has no effect: Trainer keeps the last batch of a stream of your own. "
                 "Leave it out, or end the stream with a full batch."
+            )
+        if order == "sequential" and isinstance(data, StreamingDataset):
+            raise InputError(
+                "`train_sampling_strategy=sequential` has no effect on this stream, which is shuffled in each pass. "
+                "Leave it out, or give a stream of your own."
             )
         groups = self.trainer.optimizer.param_groups
         scales = {group.get("lr_scale", 1.0) for group in groups}

@@ -85,7 +85,7 @@ def test_epochs_of_a_stream_have_no_number(args, capsys):
     state.global_step, state.epoch = 10, 1.5
     state.log_history = [{"step": 10, "eval_accuracy": 0.91, "eval_loss": 0.3}]
     console.on_evaluate(args, state, control, metrics={"eval_accuracy": 0.91, "eval_f1_macro": 0.9})
-    assert capsys.readouterr().out.startswith("epoch 1.5  step 10  accuracy 91.0%")
+    assert capsys.readouterr().out.startswith("step 10  accuracy 91.0%")
 
 
 def test_images_per_second_leave_evaluations_out(args, capsys, monkeypatch):

@@ -174,7 +174,7 @@ def test_images_are_cropped_and_mixed_and_classes_weighed(tmp_path, photos, timm
     assert {"eval_accuracy", "eval_accuracy_macro"} <= results.keys()
 
 
-def test_a_stream_is_trained_on_for_so_many_steps(tmp_path, photos, timm_folder):
+def test_a_stream_is_trained_on_for_so_many_steps(tmp_path, photos, timm_folder, capsys):
     parts = load_splits(data_dir=str(photos))
     for name, part in (("train", parts.train), ("test", parts.validation)):
         part.map(lambda row: {"image": {"bytes": Path(row["image"]["path"]).read_bytes(), "path": None}}).to_parquet(
@@ -184,7 +184,13 @@ def test_a_stream_is_trained_on_for_so_many_steps(tmp_path, photos, timm_folder)
     command[command.index("--data_dir") : command.index("--data_dir") + 2] = ["--dataset_name", str(tmp_path / "data")]
     with pytest.raises(InputError, match="--streaming needs --max_steps"):
         finetune.main([*command, "--streaming"])
+    with pytest.raises(InputError, match="--train_sampling_strategy sequential has no effect on this stream"):
+        finetune.main([*command, "--streaming", "--max_steps", "9", "--train_sampling_strategy", "sequential"])
     finetune.main([*command, "--streaming", "--max_steps", "9"])
+    out = capsys.readouterr().out
+    # Trainer divides the steps of a pass by those of the run.
+    assert "9 steps." in out
+    assert "epoch" not in out
     assert json.loads((tmp_path / "out" / "trainer_state.json").read_text())["global_step"] == 9
 
 
