@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer_utils import has_length
 from transformers.utils import logging
 
 from ..config import EntameConfig, noise_to_signal_ratio
@@ -200,11 +201,16 @@ def drop_gradients(model: nn.Module, heads: list[Head]) -> None:
             parameter.grad = None
 
 
-def forget_training(trainer: Any) -> None:
-    """Forget how often an earlier training tried a batch size, and the optimizer that it built.
+def begin_training(trainer: Any) -> None:
+    """Refuse datasets without examples, and forget what an earlier training tried and built.
 
-    That optimizer knows neither new arguments nor parameters that were unfrozen since. One that the user gave stays.
+    Its optimizer knows neither new arguments nor parameters that were unfrozen since. One that the user gave stays.
     """
+    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    for name, dataset in {"train": trainer.train_dataset, **sets}.items():
+        # Trainer evaluates on nothing without a word.
+        if dataset is not None and has_length(dataset) and len(dataset) == 0:
+            raise InputError(f"The {name} dataset has no examples. Give it some, or leave it out.")
     trainer.attempts = 0
     trainer.reached.clear()
     # accelerate wraps it.

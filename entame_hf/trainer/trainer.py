@@ -41,7 +41,7 @@ from .restore import restore_state
 from .resume import find_checkpoint, written_whole
 from .sampler import count_stream, share_evenly, share_order
 from .schedule import check_optimizer_options, complete_schedule, explain_optimizer_errors, resolve_ratios
-from .start import check_loaded, check_options, drop_gradients, forget_training, prepare_model, resolve_config
+from .start import begin_training, check_loaded, check_options, drop_gradients, prepare_model, resolve_config
 
 
 class EntameTrainer(Trainer):
@@ -164,7 +164,7 @@ class EntameTrainer(Trainer):
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> Any:
         check_output_folder(self.args)
-        forget_training(self)
+        begin_training(self)
         if resume_from_checkpoint:
             resume_from_checkpoint = same_on_all(partial(find_checkpoint, resume_from_checkpoint, self.args))
             self.provenance = check_provenance(self, resume_from_checkpoint)

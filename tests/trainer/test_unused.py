@@ -278,3 +278,12 @@ def test_images_can_come_in_their_order(tmp_path, tiny_vit):
 
     train(Recording, tmp_path, tiny_vit, train_sampling_strategy="sequential")
     assert seen == [int(data[i]["labels"]) for i in range(len(seen))]
+
+
+@pytest.mark.parametrize("name", ["train", "eval", "b"])
+def test_a_dataset_without_examples_is_refused(tmp_path, tiny_vit, name):
+    train, held_out = RandomImages(0 if name == "train" else 32), RandomImages(0 if name == "eval" else 8)
+    held_out = {"a": held_out, "b": RandomImages(0)} if name == "b" else held_out
+    trainer = EntameTrainer(tiny_vit, arguments(tmp_path), train_dataset=train, eval_dataset=held_out)
+    with pytest.raises(InputError, match=f"The {name} dataset has no examples"):
+        trainer.train()
