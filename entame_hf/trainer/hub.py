@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -225,6 +226,12 @@ class CheckpointUploads(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        # Of a run that was killed.
+        for links in Path(str(args.output_dir)).glob(f".{PREFIX_CHECKPOINT_DIR}-*"):
+            if state.is_world_process_zero:
+                shutil.rmtree(links, ignore_errors=True)
+
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if not (args.push_to_hub and state.is_world_process_zero) or args.hub_strategy == HubStrategy.END:
             return
@@ -232,19 +239,37 @@ class CheckpointUploads(TrainerCallback):
         if running is not None and not running.is_done() and not args.hub_always_push:
             return
         self.trainer.callback_handler.on_push_begin(args, state, control)
-        folder = str(Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"))
+        folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        links = _link(folder)
         message = f"Training in progress, step {state.global_step}"
         repo, token, branch = self.trainer.hub_model_id, args.hub_token, args.hub_revision
-        send = partial(upload, repo, folder, token=token, revision=branch)
-        jobs: Any = [hf_api().run_as_future(send, message, **model_files(folder))]
+        send = partial(upload, repo, links, token=token, revision=branch)
+        sent: list[Future[Any]] = [hf_api().run_as_future(send, message, **model_files(links))]
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-            name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else Path(folder).name
-            jobs.append(hf_api().run_as_future(send, f"{message}, checkpoint", path_in_repo=name))
-        for job in jobs:
+            name = "last-checkpoint" if args.hub_strategy == HubStrategy.CHECKPOINT else folder.name
+            sent.append(hf_api().run_as_future(send, f"{message}, checkpoint", path_in_repo=name))
+        for job in sent:
             # Trainer never looks at what became of an upload.
             job.add_done_callback(_report_failure)
-        jobs = [*(running.jobs if running else []), *jobs]
+        # One after the other: this is the last one.
+        sent.append(hf_api().run_as_future(shutil.rmtree, links, ignore_errors=True))
+        jobs: Any = [*(running.jobs if running else []), *sent]
         self.trainer.push_in_progress = PushInProgress(jobs)
+
+
+def _link(folder: Path) -> Path:
+    """Link a checkpoint's files in a hidden folder beside it: Trainer may remove the checkpoint during its upload."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        # Not every file system has links.
+        except OSError:
+            shutil.copyfile(source, target)
+
+    links = folder.with_name(f".{folder.name}")
+    shutil.rmtree(links, ignore_errors=True)
+    return Path(shutil.copytree(folder, links, copy_function=link))
 
 
 def _report_failure(job: Future[Any]) -> None:

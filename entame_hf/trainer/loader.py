@@ -108,7 +108,7 @@ def full_step(batches: list[Any], trainer: Any) -> list[Any]:
         )
     if batches:
         logger.warning_once(
-            f"A pass over the stream ends within a step of {number} batches: its last {len(batches)} do not train."
+            f"A pass over the stream ends within a step of {number} batches: its last {len(batches)} are left out."
         )
     return []
 

@@ -160,6 +160,45 @@ def test_a_push_that_stumbles_arrives_one_that_falls_says_how_to_go_on_and_none_
     assert str(tmp_path) not in output
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_a_checkpoint_that_is_uploaded_may_be_removed_meanwhile(tmp_path, links):
+    output = in_a_process(
+        tmp_path,
+        TRAINER,
+        """
+        from threading import Event
+        from transformers import TrainerCallback
+
+        removed, send = Event(), entame_hf.trainer.hub.upload
+
+        def upload(*args, **kwargs):
+            assert removed.wait(30)
+            return send(*args, **kwargs)
+
+        class Wait(TrainerCallback):
+            def on_save(self, args, state, control, **kwargs):
+                if state.global_step == 4:
+                    assert not os.path.exists("out/checkpoint-2")
+                    removed.set()
+
+        entame_hf.trainer.hub.upload = upload
+        os.makedirs("out/.checkpoint-1")
+        run = trainer("slow", hub_strategy="checkpoint", save_total_limit=1, load_best_model_at_end=False)
+        run.add_callback(Wait())
+        """,
+        "" if links else "def refuse(*paths): raise OSError\nos.link = refuse\n",
+        """
+        run.train()
+        messages = hub.repos["models", "ada/slow"].messages[1:]
+        assert messages == [f"Training in progress, step 2{end}" for end in ("", ", checkpoint")], messages
+        assert "last-checkpoint/optimizer.pt" in pushed("slow")
+        assert b'"global_step": 2' in pushed("slow")["last-checkpoint/trainer_state.json"]
+        assert [path for path in os.listdir("out") if "checkpoint" in path] == ["checkpoint-4"], os.listdir("out")
+        """,
+    )
+    assert "upload" not in output
+
+
 @pytest.mark.slow
 def test_pushing_during_the_training(tmp_path):
     output = in_a_process(

@@ -117,7 +117,7 @@ def test_the_rest_of_a_pass_leaves_the_next_step_alone(tmp_path, new_model, warn
     # The same four batches in each pass.
     assert seen.norms[0::2] == pytest.approx([seen.norms[0]] * 3, rel=1e-4)
     assert seen.norms[1::2] == pytest.approx([seen.norms[1]] * 3, rel=1e-4)
-    assert ("ends within a step of 2 batches: its last 1 are" in warnings.text) == bool(rest)
+    assert ("ends within a step of 2 batches: its last 1 are left out" in warnings.text) == bool(rest)
 
 
 def test_a_stream_that_fills_no_step_is_refused(tmp_path, new_model):
