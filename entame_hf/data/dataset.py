@@ -218,10 +218,9 @@ class ClassificationDataset(PipelineDataset):
     def _start_decoding(
         self, rows: Rows, todo: Rows, batch: HostBatch, device: torch.device | None = None
     ) -> Callable[[], Rows]:
-        """Start to decode images, or to read them for a GPU, which decodes once it is waited for; return what waits.
+        """Start to decode images, or to read them where a GPU decodes; return what waits and gives what is left to do.
 
-        That gives the positions that are left to do. Workers share memory for whole batches: without a `device`, few
-        images are left, which threads decode.
+        Workers share memory for whole batches: without a `device`, few images are left, which threads decode.
         """
         if not len(todo):
             return lambda: todo
