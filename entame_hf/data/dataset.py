@@ -229,14 +229,13 @@ class ClassificationDataset(PipelineDataset):
         start = workers.start_decoding(pixels, ratios, todo, rows[todo], for_gpu=on_gpu)
 
         def wait() -> Rows:
-            rest = self.pipeline.decode_on_gpu(batch, todo, dict(start()), device, self._keeper(rows[todo]))
+            errors = self.pipeline.decode_on_gpu(batch, todo, dict(start()), device, self._keeper(rows[todo]))
             if self.evaluation and self._has_most():
                 # No epoch follows at whose start they would stop.
                 self._workers.stop()
-            for i, error in rest.items():
-                if isinstance(error, UnreadableImageError):
-                    self.unreadable.add(int(rows[todo[i]]), error)
-            return todo[[*rest]]
+            for i, error in errors.items():
+                self.unreadable.add(int(rows[todo[i]]), error)
+            return todo[[*errors]]
 
         return wait
 
@@ -251,7 +250,7 @@ class ClassificationDataset(PipelineDataset):
         return self._images[rows][self.image_column]
 
     def _new_workers(self) -> Workers:
-        return Workers(self._decode_row, self.pipeline.length, self._fetch, self.pipeline.read_for_gpu)
+        return Workers(self._decode_row, self.pipeline.length, self._fetch, self.pipeline.gpu_reader)
 
     def _has_most(self) -> bool:
         return self._cache is not None and self._cache.fraction() >= _MOST

@@ -19,7 +19,7 @@ from .jpeg import common_jpeg, decode_on_gpu, decode_pixels, gpu_decoder
 from .preparation import Preparation
 from .resampling import EvaluationCrop, ResizeCrop, crop_and_resize
 from .source import SkippedImage
-from .workers import Rest, Workers
+from .workers import Read, Rest, Workers, in_threads
 
 # Limits a batch on the GPU: with float16 intermediates, under a gigabyte of its memory.
 _GPU_BATCH_PIXELS = 2**26
@@ -115,6 +115,11 @@ class ImagePipeline:
         """Whether a GPU can decode what is prepared so: evaluation needs the pixels of Pillow."""
         return self.preparation.resize_crop is not None and gpu_decoder() is not None
 
+    @property
+    def gpu_reader(self) -> Read | None:
+        """What reads files for a GPU; `None` where it could not decode what is prepared so, as in evaluation."""
+        return None if self.preparation.resize_crop is None else self.read_for_gpu
+
     def read_for_gpu(self, value: Any) -> EncodedImage | None:
         """Read a file that nvJPEG decodes reliably; `None` for other images."""
         try:
@@ -133,32 +138,43 @@ class ImagePipeline:
         rest: Mapping[int, Rest],
         device: torch.device | None,
         keep: Keep | None = None,
-    ) -> dict[int, Rest]:
-        """Decode the files among the rest of a batch to their positions, on a CUDA device; return what is left then.
+    ) -> dict[int, UnreadableImageError]:
+        """Decode the files among the rest of a batch to their positions, on a CUDA device; return the errors.
 
-        `keep` is called with them, by their numbers.
+        Threads decode what it cannot. `keep` is called with all images, by their numbers.
         """
         files = {i: file for i, file in rest.items() if isinstance(file, EncodedImage)}
+        errors = {i: error for i, error in rest.items() if isinstance(error, UnreadableImageError)}
+        pixels, ratios, resize_crop = batch.pixels.numpy(), batch.ratios.numpy(), self.preparation.resize_crop
+        kept: dict[int, DecodedImage] = {}
         done: list[int] = []
+        failed: list[int] = []
         prepared: list[Tensor] = []
         for group in _of_similar_size({i: (file.height, file.width) for i, file in files.items()}):
             images = None if device is None else decode_on_gpu([files[i].data for i in group], device)
-            if images is not None and self.preparation.resize_crop is not None:
+            if images is None or resize_crop is None:
+                failed += group
+            else:
                 done += group
-                prepared.append(_prepare_batch(images, self.preparation.resize_crop).permute(0, 2, 3, 1).flatten(1))
-        if not done:
-            return dict(rest)
-        pixels = torch.cat(prepared)
-        batch.on_device = positions[done], pixels
-        batch.ratios.numpy()[positions[done]] = [files[i].width / files[i].height for i in done]
-        if keep:
-            # Copies to pinned memory are many times as fast.
-            host = torch.empty_like(pixels, device="cpu", pin_memory=pixels.is_cuda).copy_(pixels).numpy()
-            ratios = batch.ratios.numpy()[positions[done]].tolist()
-
-            hashes = [xxh3_64_intdigest(files[i].data) for i in done]
-            keep({i: DecodedImage(*image) for i, *image in zip(done, host, ratios, hashes, strict=True)})
-        return {i: each for i, each in rest.items() if i not in {*done}}
+                prepared.append(_prepare_batch(images, resize_crop).permute(0, 2, 3, 1).flatten(1))
+        for i, image in zip(failed, in_threads(self.decode, [files[i].data for i in failed]), strict=True):
+            if isinstance(image, DecodedImage):
+                pixels[positions[i]], ratios[positions[i]], kept[i] = image.pixels, image.ratio, image
+            else:
+                errors[i] = image
+        if done:
+            on_device = torch.cat(prepared)
+            batch.on_device = positions[done], on_device
+            ratios[positions[done]] = [files[i].width / files[i].height for i in done]
+            if keep:
+                # Copies to pinned memory are many times as fast.
+                host = torch.empty_like(on_device, device="cpu", pin_memory=on_device.is_cuda).copy_(on_device).numpy()
+                hashes = [xxh3_64_intdigest(files[i].data) for i in done]
+                shapes = ratios[positions[done]].tolist()
+                kept |= {i: DecodedImage(*image) for i, *image in zip(done, host, shapes, hashes, strict=True)}
+        if keep and kept:
+            keep(kept)
+        return errors
 
     def finish(self, batch: HostBatch, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Augment and normalise a batch on a device.

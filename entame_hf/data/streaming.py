@@ -18,11 +18,11 @@ from ..metrics import IGNORED_LABEL
 from .augmentation import Augmentation
 from .board import Files
 from .columns import check_labels, count_classes
-from .images import DecodedImage, EncodedImage, UnreadableImageError
+from .images import DecodedImage, UnreadableImageError
 from .pipeline import HostBatch, ImagePipeline, PipelineDataset
 from .preparation import Preparation
 from .unreadable import UnreadableDataError, UnreadableNames
-from .workers import Rest, Workers
+from .workers import Workers
 
 # Rows that are read at a time.
 _ROWS = 32
@@ -81,7 +81,7 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         self.pipeline = ImagePipeline(preparation, augmentation, num_classes)
         self.name, self.evaluation = name, evaluation
         self.unreadable = UnreadableNames(num_classes)
-        self._workers = self._new_workers()
+        self._workers = Workers(self._decode, self.pipeline.length, read=self.pipeline.gpu_reader)
         self._spare: tuple[HostBatch, Tensor] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -117,24 +117,14 @@ class StreamingDataset(PipelineDataset, IterableDataset):
         rows = np.array([item["row"] for item in indices])
         batch = HostBatch.allocate(rows, self.pipeline.length, indices[0]["epoch"], device)
         values, numbers = [item[self.image_column] for item in indices], np.arange(len(indices))
-
-        def start(workers: Workers, left: NDArray[np.int64], on_gpu: bool) -> Callable[[], dict[int, Rest]]:
-            pixels, ratios, images = batch.pixels.numpy(), batch.ratios.numpy(), [values[i] for i in left]
-            decode = workers.start_decoding(pixels, ratios, left, left, images, on_gpu)
-            return lambda: {int(left[i]): each for i, each in decode()}
-
-        decode = start(self._workers, numbers, self.decodes_on(device))
+        pixels, ratios, on_gpu = batch.pixels.numpy(), batch.ratios.numpy(), self.decodes_on(device)
+        decode = self._workers.start_decoding(pixels, ratios, numbers, numbers, values, on_gpu)
 
         def wait() -> HostBatch:
-            rest = self.pipeline.decode_on_gpu(batch, numbers, decode(), device)
-            # Threads decode what a GPU could not.
-            left = [i for i, each in rest.items() if isinstance(each, EncodedImage)]
-            rest |= start(self._new_workers(), np.array(left, np.int64), False)()
             readable = np.ones(len(values), bool)
-            for i, error in rest.items():
-                if isinstance(error, UnreadableImageError):
-                    readable[i] = False
-                    self._add_unreadable(indices[i], error)
+            for i, error in self.pipeline.decode_on_gpu(batch, numbers, dict(decode()), device).items():
+                readable[i] = False
+                self._add_unreadable(indices[i], error)
             shown = labels if readable.all() else self._stand_in(batch, labels, readable)
             self._spare = batch, shown
             batch.labels = shown
@@ -155,9 +145,6 @@ class StreamingDataset(PipelineDataset, IterableDataset):
 
     def _decode(self, row: int, value: Any) -> DecodedImage | UnreadableImageError:
         return self.pipeline.decode(value)
-
-    def _new_workers(self) -> Workers:
-        return Workers(self._decode, self.pipeline.length, read=self.pipeline.read_for_gpu)
 
     def _stand_in(self, batch: HostBatch, labels: Tensor, readable: NDArray[np.bool_]) -> Tensor:
         """Put the next readable image of the batch in the place of an unreadable one, or one of the batch before."""
