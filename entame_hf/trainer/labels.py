@@ -125,6 +125,13 @@ def check_range(what: str, label: int, classes: int) -> None:
         )
 
 
+def named_datasets(trainer: Any) -> dict[str, Any]:
+    """Give the datasets that a trainer has, by the names that messages call them."""
+    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+    named = {"train": trainer.train_dataset, **evaluated}
+    return {name: dataset for name, dataset in named.items() if dataset is not None}
+
+
 def check_labels(trainer: Any) -> None:
     """Make sure that the model has a class for each label of its datasets, as far as [`known_labels`] tells them.
 
@@ -135,10 +142,9 @@ def check_labels(trainer: Any) -> None:
     if trainer.model is None or not has_one_label(trainer.model):
         return
     _check_classes(trainer)
-    evaluated = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
     classes, has_own_loss = num_classes(trainer.heads()[0].module), trainer.compute_loss_func is not None
-    for name, dataset in {"train": trainer.train_dataset, **evaluated}.items():
-        labels = None if dataset is None else known_labels(dataset)
+    for name, dataset in named_datasets(trainer).items():
+        labels = known_labels(dataset)
         if labels is None or not len(labels):
             continue
         what, counted = f"The labels of the {name} dataset", labels >= 0 if has_own_loss else labels != IGNORED_LABEL

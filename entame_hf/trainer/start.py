@@ -28,6 +28,7 @@ from ..patch import (
 )
 from ..training_args import AUTO, EntameTrainingArguments, HeadArguments
 from .checkpoint import prepare_resuming
+from .labels import named_datasets
 from .loss import choose_loss
 from .parallel import check_sharding, normalise_in_float32
 from .provenance import check_provenance
@@ -206,10 +207,9 @@ def begin_training(trainer: Any) -> None:
 
     Its optimizer knows neither new arguments nor parameters that were unfrozen since. One that the user gave stays.
     """
-    sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
-    for name, dataset in {"train": trainer.train_dataset, **sets}.items():
+    for name, dataset in named_datasets(trainer).items():
         # Trainer evaluates on nothing without a word.
-        if dataset is not None and has_length(dataset) and len(dataset) == 0:
+        if has_length(dataset) and len(dataset) == 0:
             raise InputError(f"The {name} dataset has no examples. Give it some, or leave it out.")
     trainer.attempts = 0
     trainer.reached.clear()
