@@ -227,9 +227,9 @@ class CheckpointUploads(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # Of a run that was killed.
-        for links in Path(str(args.output_dir)).glob(f".{PREFIX_CHECKPOINT_DIR}-*"):
-            if state.is_world_process_zero:
+        if state.is_world_process_zero:
+            # Of a run that was killed.
+            for links in Path(str(args.output_dir)).glob(f".{PREFIX_CHECKPOINT_DIR}-*"):
                 shutil.rmtree(links, ignore_errors=True)
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -238,9 +238,14 @@ class CheckpointUploads(TrainerCallback):
         running = self.trainer.push_in_progress
         if running is not None and not running.is_done() and not args.hub_always_push:
             return
-        self.trainer.callback_handler.on_push_begin(args, state, control)
         folder = Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        links = _link(folder)
+        try:
+            links = _link(folder)
+        # A full disk, where files are copied, must not end the training.
+        except OSError as error:
+            _warn(error)
+            return
+        self.trainer.callback_handler.on_push_begin(args, state, control)
         message = f"Training in progress, step {state.global_step}"
         repo, token, branch = self.trainer.hub_model_id, args.hub_token, args.hub_revision
         send = partial(upload, repo, links, token=token, revision=branch)
@@ -258,7 +263,7 @@ class CheckpointUploads(TrainerCallback):
 
 
 def _link(folder: Path) -> Path:
-    """Link a checkpoint's files in a hidden folder beside it: Trainer may remove the checkpoint during its upload."""
+    """Link a checkpoint's files in a hidden folder beside it: the checkpoint may be removed during its upload."""
 
     def link(source: str, target: str) -> None:
         try:
@@ -269,9 +274,17 @@ def _link(folder: Path) -> Path:
 
     links = folder.with_name(f".{folder.name}")
     shutil.rmtree(links, ignore_errors=True)
-    return Path(shutil.copytree(folder, links, copy_function=link))
+    try:
+        return Path(shutil.copytree(folder, links, copy_function=link))
+    except OSError:
+        shutil.rmtree(links, ignore_errors=True)
+        raise
 
 
 def _report_failure(job: Future[Any]) -> None:
     if not job.cancelled() and (error := job.exception()) is not None:
-        logger.warning(f"An upload during the training failed: {reason_of(error)}. The next one sends everything.")
+        _warn(error)
+
+
+def _warn(error: BaseException) -> None:
+    logger.warning(f"An upload during the training failed: {reason_of(error)}. The next one sends everything.")

@@ -199,6 +199,27 @@ def test_a_checkpoint_that_is_uploaded_may_be_removed_meanwhile(tmp_path, links)
     assert "upload" not in output
 
 
+def test_a_checkpoint_that_cannot_be_copied_for_its_upload_ends_no_training(tmp_path):
+    output = in_a_process(
+        tmp_path,
+        TRAINER,
+        """
+        def refuse(*paths, **options):
+            raise OSError(28, "No space left on device")
+
+        run = trainer("full", hub_strategy="every_save", load_best_model_at_end=False)
+        os.link = shutil.copyfile = refuse
+        run.train()
+        assert run.state.global_step == 4
+        assert os.path.exists("out/checkpoint-4/model.safetensors")
+        assert [path for path in os.listdir("out") if ".checkpoint" in path] == [], os.listdir("out")
+        assert not hub.repos["models", "ada/full"].messages[1:]
+        """,
+    )
+    assert output.count("An upload during the training failed") == 2
+    assert "No space left on device" in output
+
+
 @pytest.mark.slow
 def test_pushing_during_the_training(tmp_path):
     output = in_a_process(
