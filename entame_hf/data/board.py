@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from .images import DecodedImage, EncodedImage, UnreadableImageError
 
-# Images that a process takes at a time.
-_CHUNK = 8
+# Images that a process takes at a time, to decode them or to read them for a GPU: that is quick, and each process that
+# is woken takes a core from the training.
+_CHUNK, _FILES_CHUNK = 8, 64
 # Room for the error of a small image, and for most files that a GPU decodes.
 _LEAST_PLACE, _FILE_PLACE = 4096, 2**19
 # Shared memory for batches that are decoded at the same time, and what each of them may use.
@@ -31,8 +32,8 @@ _PARTS, _PART_BYTES = 3, 2**28
 _SLOTS, _SLOTS_OF_A_PASS, _SLOT_BYTES = 64, 32, 2**23
 # Where a process finds what it decodes: among the inputs, there pickled, or in the files of a stream.
 _INPUTS, _PICKLED, _FILES = range(3)
-# Ratios of images that are not decoded yet, and of those whose place holds something else.
-TO_DO, _OTHER = -1.0, -2.0
+# Ratios of images that are not decoded yet, and of those whose place holds a file for a GPU, or an error.
+TO_DO, _ENCODED, _ERROR = -1.0, -2.0, -3.0
 
 # What is left of an image: why it cannot be decoded, or its file, for a GPU.
 Rest = UnreadableImageError | EncodedImage
@@ -112,8 +113,8 @@ class Slots:
 class Board:
     """Hold what processes are to decode, and what they decoded, in memory that forked processes share.
 
-    An image's place holds its pixels or, pickled, the rest. `files` are where those of a stream are; without them, no
-    images are given with their rows. With `for_gpu`, places have room for most files.
+    An image's place holds its pixels, its file for a GPU, or a pickled error. `files` are where those of a stream are;
+    without them, no images are given with their rows. With `for_gpu`, places have room for most files.
     """
 
     def __init__(self, length: int, files: Files | None = None, for_gpu: bool = False) -> None:
@@ -125,6 +126,8 @@ class Board:
         self.inputs = _shared((_PARTS, 1 if files is None else _PART_BYTES), np.uint8)
         self.spans = _shared((_PARTS, self.images, 3), np.int64)
         self.rows, self.ratios = (_shared((_PARTS, self.images), kind) for kind in (np.int64, np.float32))
+        # Of files for a GPU, the bytes, and the height and width of the image.
+        self.encoded = _shared((_PARTS, self.images, 3), np.int64)
         # Pieces of work: a part, its first image and the one after its last.
         self.chunks = _shared((_PARTS * -(-self.images // _CHUNK), 3), np.int64)
         # How many chunks were offered, and how many were taken.
@@ -153,8 +156,9 @@ class Board:
         self.rows[part, :count] = rows[:count]
         self.ratios[part, :count], self.left[part], self._counts[part] = TO_DO, count, count
         self.for_gpu[part] = for_gpu
-        for start in range(0, count, _CHUNK):
-            self.chunks[self.posted[0] % len(self.chunks)] = part, start, min(start + _CHUNK, count)
+        chunk = _FILES_CHUNK if for_gpu else _CHUNK
+        for start in range(0, count, chunk):
+            self.chunks[self.posted[0] % len(self.chunks)] = part, start, min(start + chunk, count)
             self.posted[0] += 1
             self.ready.release()
         return part
@@ -200,11 +204,21 @@ class Board:
             np.copyto(pixels, places[:count])
         else:
             pixels[positions[good]] = places[good]
-        others = np.flatnonzero(found == _OTHER).tolist()
+        rest: list[tuple[int, Rest]] = [*self._copy_files(part, np.flatnonzero(found == _ENCODED))]
         # What follows in a place does not count.
-        rest = [(i, pickle.loads(self.places[part, i].data)) for i in others]
+        rest += [(i, pickle.loads(self.places[part, i].data)) for i in np.flatnonzero(found == _ERROR).tolist()]
         self._free.put(part)
         return rest
+
+    def _copy_files(self, part: int, numbers: NDArray[np.int64]) -> Iterator[tuple[int, EncodedImage]]:
+        if not len(numbers):
+            return
+        # In few calls: each takes Python's lock from the training.
+        lengths, heights, widths = self.encoded[part, numbers].T.tolist()
+        places = torch.from_numpy(self.places[part]).unbind()
+        files = torch.cat([places[i][:length] for i, length in zip(numbers.tolist(), lengths, strict=True)])
+        for i, file, *size in zip(numbers.tolist(), files.split(lengths), heights, widths, strict=True):
+            yield i, EncodedImage(file.numpy(), *size)
 
     def serve(self, take: Take, fetch: Fetch | None, parent: int) -> None:
         """Decode chunks until the board is closed or the parent process has ended."""
@@ -240,10 +254,14 @@ class Board:
         if isinstance(image, DecodedImage):
             place[: self.length], self.ratios[part, i] = image.pixels, image.ratio
             return
-        other = np.frombuffer(pickle.dumps(image), np.uint8)
+        if isinstance(image, EncodedImage):
+            data, kind = image.file, _ENCODED
+            self.encoded[part, i] = len(data), image.height, image.width
+        else:
+            data, kind = np.frombuffer(pickle.dumps(image), np.uint8), _ERROR
         # Threads do what has no room here.
-        if len(other) <= len(place):
-            place[: len(other)], self.ratios[part, i] = other, _OTHER
+        if len(data) <= len(place):
+            place[: len(data)], self.ratios[part, i] = data, kind
 
     def close(self, count: int) -> None:
         """Let so many processes end after what was offered."""

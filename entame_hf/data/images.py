@@ -46,9 +46,9 @@ class DecodedImage(NamedTuple):
 
 
 class EncodedImage(NamedTuple):
-    """Hold the file of an image that a GPU can decode, and its height and width."""
+    """Hold the file of an image that a GPU can decode, uint8 (B,), and its height and width."""
 
-    data: bytes
+    file: NDArray[np.uint8]
     height: int
     width: int
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from simplejpeg import decode_jpeg
 from torch import Tensor
@@ -80,14 +82,14 @@ def _reduced(header: JpegHeader, least: tuple[int, int]) -> tuple[int, int]:
     return -1, -1
 
 
-def decode_on_gpu(images: list[bytes], device: torch.device) -> list[Tensor] | None:
+def decode_on_gpu(images: list[NDArray[np.uint8]], device: torch.device) -> list[Tensor] | None:
     """Decode upright [`common_jpeg`]s with TorchCodec's nvJPEG; `None` without it, or if one cannot be decoded.
 
     It does not interpolate colours between pixels as libjpeg-turbo does: good to train on, not to compare with.
     """
     decode = gpu_decoder()
     try:
-        return None if decode is None else list(decode(images, device=device))
+        return None if decode is None else list(decode([*map(torch.from_numpy, images)], device=device))
     except RuntimeError:
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,8 @@ class ImagePipeline:
         header = common_jpeg(data) if data else None
         if not data or not header or not header.upright or self.preparation.is_long(header.height, header.width):
             return None
-        return EncodedImage(data, header.height, header.width)
+        # Tensors share memory that can be written to.
+        return EncodedImage(np.frombuffer(bytearray(data), np.uint8), header.height, header.width)
 
     def decode_on_gpu(
         self,
@@ -151,13 +153,13 @@ class ImagePipeline:
         failed: list[int] = []
         prepared: list[Tensor] = []
         for group in _of_similar_size({i: (file.height, file.width) for i, file in files.items()}):
-            images = None if device is None else decode_on_gpu([files[i].data for i in group], device)
+            images = None if device is None else decode_on_gpu([files[i].file for i in group], device)
             if images is None or resize_crop is None:
                 failed += group
             else:
                 done += group
                 prepared.append(_prepare_batch(images, resize_crop).permute(0, 2, 3, 1).flatten(1))
-        for i, image in zip(failed, in_threads(self.decode, [files[i].data for i in failed]), strict=True):
+        for i, image in zip(failed, in_threads(self.decode, [files[i].file.tobytes() for i in failed]), strict=True):
             if isinstance(image, DecodedImage):
                 pixels[positions[i]], ratios[positions[i]], kept[i] = image.pixels, image.ratio, image
             else:
@@ -169,7 +171,7 @@ class ImagePipeline:
             if keep:
                 # Copies to pinned memory are many times as fast.
                 host = torch.empty_like(on_device, device="cpu", pin_memory=on_device.is_cuda).copy_(on_device).numpy()
-                hashes = [xxh3_64_intdigest(files[i].data) for i in done]
+                hashes = [xxh3_64_intdigest(files[i].file.data) for i in done]
                 shapes = ratios[positions[done]].tolist()
                 kept |= {i: DecodedImage(*image) for i, *image in zip(done, host, shapes, hashes, strict=True)}
         if keep and kept:
@@ -250,10 +252,15 @@ def _of_similar_size(sizes: dict[int, tuple[int, int]]) -> Iterator[list[int]]:
 
 def _prepare_batch(images: list[Tensor], resize_crop: ResizeCrop) -> Tensor:
     """Pad images to a batch, crop and resize each: uint8 (N, 3, *size)."""
-    sizes = torch.tensor([image.shape[1:] for image in images])
-    boxes = torch.tensor([resize_crop.box(*size) for size in sizes.tolist()])
+    shapes = [image.shape[1:] for image in images]
+    sizes, boxes = torch.tensor(shapes), {shape: resize_crop.box(*shape) for shape in set(shapes)}
     padded = images[0].new_zeros(len(images), *sizes.amax(0).tolist(), 3).permute(0, 3, 1, 2)
-    views = [image[:, :height, :width] for image, (height, width) in zip(padded, sizes.tolist(), strict=True)]
-    torch._foreach_copy_(views, images)
-    resized = crop_and_resize(padded, boxes, resize_crop.size, resize_crop.filter, sizes)
+    start = 0
+    # Each call takes time from the training. Most photographs have one of a few sizes.
+    for (height, width), alike in groupby(images, lambda image: image.shape[1:]):
+        group = [*alike]
+        padded[start : start + len(group), :, :height, :width] = torch.stack(group)
+        start += len(group)
+    kept = torch.tensor([boxes[shape] for shape in shapes])
+    resized = crop_and_resize(padded, kept, resize_crop.size, resize_crop.filter, sizes)
     return resized.round().clamp(0, 255).to(torch.uint8)

@@ -110,18 +110,23 @@ def test_a_bomb_is_left_to_pillow(monkeypatch):
         decode_pixels(jpeg())
 
 
+def as_array(data: bytes) -> np.ndarray:
+    return np.frombuffer(bytearray(data), np.uint8)
+
+
 def test_a_batch_is_decoded_by_torchcodec():
     """On the CPU here: nvJPEG gives other colours at edges, through the same call."""
     pytest.importorskip("torchcodec.decoders")
     files = [JPEGS["rgb"], JPEGS["grey"], JPEGS["progressive"]]
-    decoded = decode_on_gpu(files, torch.device("cpu"))
+    decoded = decode_on_gpu([*map(as_array, files)], torch.device("cpu"))
     assert all(torch.equal(a, pil_to_tensor(decode_image(b))) for a, b in zip(decoded, files, strict=True))
-    assert decode_on_gpu([JPEGS["rgb"], b"\xff\xd8 broken \xff\xd9"], torch.device("cpu")) is None
+    broken = [*map(as_array, [JPEGS["rgb"], b"\xff\xd8 broken \xff\xd9"])]
+    assert decode_on_gpu(broken, torch.device("cpu")) is None
 
 
 def test_without_torchcodec_jpegs_are_decoded_on_the_cpu(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "torchcodec", None)
-    assert [decode_on_gpu([JPEGS["rgb"]], torch.device("cpu")) for _ in range(2)] == [None, None]
+    assert [decode_on_gpu([as_array(JPEGS["rgb"])], torch.device("cpu")) for _ in range(2)] == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
         "Fewer than 8 processes decode JPEGs. With 9 cores or more, raise `dataloader_num_workers`; with fewer, let "
         "the GPU decode: pip install torchcodec"

@@ -234,10 +234,11 @@ def test_an_error_of_a_decoder_keeps_no_memory():
 def test_files_that_a_gpu_decodes_are_read_in_the_processes(processes, fetches, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     # The second has no room in the memory that is shared: threads read it. The third is decoded all the same.
-    files = [{"bytes": bytes([i]) * size, "path": None} for i, size in enumerate((5000, 2**19, 10, 60000))]
+    files = [{"bytes": bytes([i]) * size, "path": None} for i, size in enumerate((5000, 2**19 + 1, 10, 60000))]
 
     def read(value):
-        return EncodedImage(value["bytes"], os.getpid(), 4) if len(value["bytes"]) > 10 else None
+        data = value["bytes"]
+        return EncodedImage(np.frombuffer(data, np.uint8), os.getpid(), 4) if len(data) > 10 else None
 
     fetch = (lambda rows: [files[i] for i in rows]) if fetches else None
     workers = Workers(lambda row, value: fill(2 * row, 7), 3, fetch, read)
@@ -245,7 +246,7 @@ def test_files_that_a_gpu_decodes_are_read_in_the_processes(processes, fetches, 
     pixels, ratios, rows = np.zeros((4, 3), np.uint8), np.zeros(4, np.float32), np.arange(4)
     for _ in range(5):
         rest = dict(workers.start_decoding(pixels, ratios, rows, rows, () if fetches else files, True)())
-        assert {i: file.data for i, file in rest.items()} == {i: files[i]["bytes"] for i in (0, 1, 3)}
+        assert {i: file.file.tobytes() for i, file in rest.items()} == {i: files[i]["bytes"] for i in (0, 1, 3)}
         assert pixels[2].tolist() == [7] * 3
         here = [i for i, file in rest.items() if file.height == os.getpid()]
         assert sorted(here) == ([1] if processes else [0, 1, 3])
