@@ -26,8 +26,8 @@ Decode = Callable[[int, Any], DecodedImage | UnreadableImageError]
 Read = Callable[[Any], EncodedImage | None]
 
 # 12 processes decode 4,500 images of 500×375 pixels a second beside a training, and two thirds of that are more than
-# most GPUs train on. nvJPEG takes the GPU's time: on an H200, ResNet-50 keeps 0.89 of its pace, and 0.99 beside 14
-# processes.
+# most GPUs train on. With nvJPEG, which takes the GPU's time, ResNet-50 keeps 0.89 of its pace on an H200; with 14
+# processes, 0.99.
 _MANY = 8
 
 
