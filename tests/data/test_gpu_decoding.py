@@ -6,6 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_batches import PROCESSOR, _own_cache, folder, table_of  # noqa: F401
 
 from entame_hf.data import ClassificationDataset, Preparation, StreamingDataset, decode_pixels
@@ -126,6 +127,27 @@ def test_streams_are_decoded_alike(folder, broken, decoded, monkeypatch, process
     assert torch.equal(batch.labels, expected.labels)
     assert (found, decoded) == (unreadable, [30])
     assert (unreadable is not None) == damaged
+
+
+@pytest.mark.parametrize("processes", [0, 3])
+def test_images_of_many_sizes_keep_their_places(tmp_path, decoded, monkeypatch, processes):
+    random = np.random.default_rng(0)
+    # More than a process reads at a time; groups of one size, and sizes of one image.
+    sizes = [(40, 50), (50, 40), (40, 50), (30, 90), *[(40, 40 + i // 8) for i in range(80)]]
+    for i, (height, width) in enumerate(sizes):
+        (tmp_path / str(i % 2)).mkdir(exist_ok=True)
+        flat = np.full((height, width, 3), random.integers(256, size=3), np.uint8)
+        Image.fromarray(flat).save(tmp_path / str(i % 2) / f"{i}.jpg")
+    expected = table(tmp_path).read(list(range(len(sizes))))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    data = table(tmp_path)
+    data.start_workers(processes)
+    for _ in range(2):
+        batch = data.read(list(range(len(sizes))), device=GPU)
+        assert abs(pixels_of(batch) - pixels_of(expected)).max() <= 1
+        assert torch.equal(batch.ratios, expected.ratios)
+    assert decoded == [84, 84]
+    data._workers.stop()
 
 
 def test_an_evaluation_asks_no_gpu(monkeypatch):
