@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..errors import InputError
 from ..files import write_text
 
 _APP = """\
@@ -29,5 +30,17 @@ _REQUIREMENTS = "pillow\ntimm\ntorch\ntorchvision\ntransformers>=5\n"
 
 def write_app(folder: Path, repository: str | None = None) -> None:
     """Write `app.py` and `requirements.txt` beside a model: the app loads it from the Hub or from its folder."""
-    write_text(folder / "app.py", _APP.format(model=repository or ".", title=(repository or folder.absolute().name)))
-    write_text(folder / "requirements.txt", _REQUIREMENTS)
+    for file, text in _files(folder, repository).items():
+        write_text(file, text)
+
+
+def check_app(folder: Path, repository: str | None = None) -> None:
+    """Refuse to write an app over files that say something else."""
+    for file, text in _files(folder, repository).items():
+        if file.exists() and file.read_bytes() != text.encode():
+            raise InputError(f"`gradio` would replace {file}. Move it away, or leave `gradio` out.")
+
+
+def _files(folder: Path, repository: str | None) -> dict[Path, str]:
+    app = _APP.format(model=repository or ".", title=(repository or folder.absolute().name))
+    return {folder / "app.py": app, folder / "requirements.txt": _REQUIREMENTS}

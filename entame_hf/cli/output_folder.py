@@ -13,12 +13,11 @@ from typing import Any
 import yaml
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..errors import InputError
 from ..files import explained_write_errors, write_text
-from ..trainer import asks_for_last, check_writable, find_checkpoint, same_on_all, used_options
+from ..trainer import asks_for_last, check_writable, find_checkpoint, list_checkpoints, same_on_all, used_options
 from .options import OptionParser
 
 logger = logging.get_logger(__name__)
@@ -94,11 +93,10 @@ def _resumes_here(args: TrainingArguments) -> bool:
 
 
 def _left_behind(folder: Path) -> list[Path]:
+    """List what a run left in a folder, of which all is replaced; other files are the user's."""
     if not folder.is_dir():
         return []
-    return [
-        path for path in folder.iterdir() if path.name in _FILES or path.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
-    ]
+    return [*(path for path in folder.iterdir() if path.name in _FILES), *list_checkpoints(folder)]
 
 
 class ClaimFolder(TrainerCallback):

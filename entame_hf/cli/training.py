@@ -25,7 +25,7 @@ from ..data import (
 from ..errors import InputError
 from ..metrics import metrics_of_predictions, predicted_classes
 from ..trainer import EntameTrainer, check_finite, locked_output_dir
-from .app import write_app
+from .app import check_app, write_app
 from .arguments import ModelArguments, RunArguments
 from .console import Console, Patience, say
 from .data_arguments import DataArguments
@@ -125,12 +125,15 @@ def run(trainer: EntameTrainer, options: dict[str, Any], test: Any, splits: Spli
     """Train and save, say what was made, and push it where that was asked for."""
     args, folder = trainer.args, Path(trainer.args.output_dir)
     start, is_first = time.monotonic(), trainer.is_world_process_zero()
+    repository = trainer.hub_model_id if args.push_to_hub else None
+    if args.gradio:
+        check_app(folder, repository)
     try:
         found = train_and_save(trainer, options, test, introduces=True)
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(what_to_type(trainer)) from stop
     if args.gradio and is_first:
-        write_app(folder, trainer.hub_model_id if args.push_to_hub else None)
+        write_app(folder, repository)
     data: dict[str, Any] = {"train": trainer.train_dataset, "validation": trainer.eval_dataset, "test": test}
     data = {name: part for name, part in data.items() if part is not None}
     for part in data.values():

@@ -19,6 +19,8 @@ from .layout import (
     has_classes,
     refuse_folders_of_all_images,
     refuse_repeated_classes,
+    refuse_splits_as_classes,
+    refuse_splits_in_classes,
     unwrap,
     unwrap_split,
 )
@@ -128,6 +130,7 @@ def _classes(folders: list[Folder], source: Source | None) -> Classes:
         layout = source.layout.removeprefix("DATA_DIR/")
         refuse_repeated_classes(folders, layout)
         refuse_folders_of_all_images(folders, layout)
+        refuse_splits_in_classes(folders, layout)
     for folder in folders:
         if source and split_kinds([folder.name]).get(folder.name) == UNLABELED:
             source.leave_out(folder.images(), folder.name, "no labels", folder.path)
@@ -135,7 +138,7 @@ def _classes(folders: list[Folder], source: Source | None) -> Classes:
         # Two folders of one name, composed and decomposed, are one class.
         classes.setdefault(normal(folder.name), []).extend(folder.images())
     if source:
-        nested = [folder for folder in folders if len(folder.filled) > 1 and not folder.files]
+        nested = [folder for folder in folders if len(folder.filled) > 1 and folder.holds_folders]
         source.notes += [
             f"class {folder.name!r} holds {len(folder.filled):,} folders ({listed(f.name for f in folder.filled)}), "
             f"whose images are all of this class."
@@ -164,6 +167,8 @@ def _splits(
             continue
         splits[name] = _classes(inner.folders if name == train else inner.filled, source if known_only else None)
         source.leave_out(inner.files, name, "beside the class folders", inner.path)
+    if known_only:
+        refuse_splits_as_classes({name: {*classes} for name, classes in splits.items()}, root.path)
     return splits
 
 

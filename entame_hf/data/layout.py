@@ -7,7 +7,7 @@ from collections import Counter
 
 from ..errors import InputError
 from .source import listed
-from .splits import TRAIN, UNLABELED, kind_of, normal, split_kinds
+from .splits import TEST, TRAIN, UNLABELED, VALIDATION, kind_of, normal, split_kinds
 from .tree import Folder
 
 CLASSES, SPLITS, CLASSES_OF_SPLITS = "CLASS", "SPLIT/CLASS", "CLASS/SPLIT"
@@ -161,14 +161,31 @@ def _splits_inside(root: Folder) -> bool:
             f"do, and {flat[0]} holds none. Put its images in {os.path.join(flat[0], 'train')}, or give "
             f"`data_layout={CLASSES}` to train on all splits."
         )
+    _refuse_classes_inside(root)
     return True
+
+
+def _refuse_classes_inside(root: Folder) -> None:
+    """Refuse folders whose splits hold the same class folders: fold1/train/cat, fold2/train/cat."""
+    seen: dict[str, str] = {}
+    for folder in root.filled:
+        held = {name for inside in folder.filled for name in class_names(inside)}
+        repeated = [name for name in sorted(held) if name in seen]
+        if len(repeated) > 1:
+            other = seen[repeated[0]]
+            raise InputError(
+                f"In {root.path}, the splits of {other} and of {folder.name} hold the same folders "
+                f"({listed(repeated)}). If these are the classes, train on one of both: `data_dir={folder.path}`; if "
+                f"{other} and {folder.name} are the classes, give `data_layout={CLASSES_OF_SPLITS}`."
+            )
+        seen |= dict.fromkeys(held - seen.keys(), folder.name)
 
 
 def _refuse_repeated(root: Folder, inside: dict[str, Folder]) -> None:
     """Refuse folders that all hold the same folders, which splits and classes may both do."""
     held = [class_names(folder) for folder in inside.values()]
     shared = frozenset.intersection(*held) if len(held) > 1 else frozenset()
-    if len(shared) < 2 or any(folder.files for folder in inside.values()):
+    if len(shared) < 2 or not all(folder.holds_folders for folder in inside.values()):
         return
     first, second = list(inside)[:2]
     raise InputError(
@@ -183,11 +200,35 @@ def refuse_repeated_classes(folders: list[Folder], layout: str) -> None:
     names = {normal(folder.name) for folder in folders}
     for folder in folders:
         repeated = sorted(names & {normal(inside.name) for inside in folder.filled} - {normal(folder.name)})
-        if repeated and not folder.files:
+        if repeated and folder.holds_folders:
             raise InputError(
                 f"{folder.path} holds {listed(repeated)}, as the classes beside it are called. If it is no class, "
                 f"move it out of {os.path.dirname(folder.path)}; if it is one, give `data_layout={layout}`."
             )
+
+
+def refuse_splits_in_classes(folders: list[Folder], layout: str) -> None:
+    """Refuse splits in a class folder, whose images would be trained on: cat/test beside the images of cat."""
+    for folder in folders:
+        for inside in folder.walk():
+            if inside is not folder and split_kinds([inside.name]).get(inside.name) in (TRAIN, VALIDATION, TEST):
+                raise InputError(
+                    f"{inside.path} lies in the class folder {folder.name!r} and has the name of a split. If it is "
+                    f"one, move its images to DATA_DIR/{inside.name}/{folder.name}; if they are images of the class "
+                    f"as all others, give `data_layout={layout}`."
+                )
+
+
+def refuse_splits_as_classes(classes: dict[str, set[str]], path: str) -> None:
+    """Refuse a class of one split alone that has the name of another: train/test."""
+    for split, names in classes.items():
+        others = {name for other, held in classes.items() if other != split for name in held}
+        for name in sorted(names - others):
+            if split_kinds([name]).get(name) in (VALIDATION, TEST):
+                raise InputError(
+                    f"{os.path.join(path, split, name)} has the name of a split, and no other split holds a class of "
+                    f"this name. If it is a split, move it to {path}; if it is a class, give `data_layout={SPLITS}`."
+                )
 
 
 def refuse_folders_of_all_images(folders: list[Folder], layout: str) -> None:

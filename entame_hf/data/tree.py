@@ -51,6 +51,11 @@ class Folder:
         """The folders in it that hold images, at any depth."""
         return [folder for folder in self.folders if folder.count]
 
+    @property
+    def holds_folders(self) -> bool:
+        """Whether most of its images lie in folders in it: a stray file says nothing."""
+        return 2 * len(self.files) < self.count
+
     def walk(self) -> Iterator[Folder]:
         """Give this folder and all below it, each once even where links lead to it twice."""
         pending, seen = [self], set()

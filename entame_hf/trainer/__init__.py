@@ -8,7 +8,7 @@ from .head_lr import LOGIT_STEP, HeadRates, head_learning_rate
 from .informed import sampled_batches, training_batches
 from .parallel import same_on_all, set_log_level, zero3_init_disabled
 from .provenance import used_options
-from .resume import asks_for_last, check_finite, find_checkpoint, last_intact_checkpoint
+from .resume import asks_for_last, check_finite, find_checkpoint, last_intact_checkpoint, list_checkpoints
 from .trainer import EntameTrainer
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "find_checkpoint",
     "head_learning_rate",
     "last_intact_checkpoint",
+    "list_checkpoints",
     "locked_output_dir",
     "same_on_all",
     "sampled_batches",

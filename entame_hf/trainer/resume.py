@@ -151,7 +151,7 @@ def _is_safetensors(file: Path) -> bool:
 
 def last_intact_checkpoint(folder: str | Path) -> str | None:
     """Find the newest intact checkpoint of an output folder, by its step, and name the ones after it."""
-    for checkpoint in reversed(_checkpoints(folder)):
+    for checkpoint in reversed(list_checkpoints(folder)):
         reason = damage(checkpoint)
         if reason is None:
             return str(checkpoint)
@@ -230,22 +230,22 @@ def remove_oldest(newest: Path, limit: int | None, best: str | None) -> None:
 
     Trainer orders them by time, so a clock that is behind makes it remove each checkpoint that it has just written.
     """
-    for checkpoint in _checkpoints(newest.parent):
+    for checkpoint in list_checkpoints(newest.parent):
         if is_incomplete(checkpoint):
             logger.warning(f"Removing {checkpoint}, whose writing never ended.")
             shutil.rmtree(checkpoint, ignore_errors=True)
     if limit is None or limit <= 0:
         return
     kept = {newest.absolute(), Path(best or newest).absolute()}
-    others = [path for path in _checkpoints(newest.parent) if path.absolute() not in kept]
+    others = [path for path in list_checkpoints(newest.parent) if path.absolute() not in kept]
     for checkpoint in others[: max(0, len(others) + len(kept) - limit)]:
         shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def _checkpoints(folder: str | Path) -> list[Path]:
-    """List the checkpoints of a run by their steps."""
+def list_checkpoints(folder: str | Path) -> list[Path]:
+    """List the checkpoints of a run by their steps. A folder that was renamed is the user's."""
     found = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    numbered = [path for path in found if path.is_dir() and re.search(r"-\d+$", path.name)]
+    numbered = [path for path in found if path.is_dir() and re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.name)]
     return sorted(numbered, key=lambda path: int(path.name.rpartition("-")[2]))
 
 

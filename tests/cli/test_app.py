@@ -11,7 +11,8 @@ import pytest
 from cli_folders import hf_folder, photos, timm_folder  # noqa: F401
 from PIL import Image
 
-from entame_hf.cli.app import write_app
+from entame_hf import InputError
+from entame_hf.cli.app import check_app, write_app
 from entame_hf.cli.model import load_trained
 from entame_hf.cli.predict import predict
 
@@ -44,3 +45,14 @@ def test_transparent_images_are_laid_over_white(tmp_path, monkeypatch, hf_folder
     assert len(found) == 5
     for label, score in found.items():
         assert score == pytest.approx(probabilities[0, model.config.label2id[label]], abs=2e-6)
+
+
+@pytest.mark.parametrize("name", ["app.py", "requirements.txt"])
+def test_an_app_replaces_no_other_file(tmp_path, name):
+    check_app(tmp_path)
+    write_app(tmp_path)
+    # Its own, once more.
+    check_app(tmp_path)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=rf"`gradio` would replace .*{name}. Move it away, or leave `gradio` out"):
+        check_app(tmp_path)

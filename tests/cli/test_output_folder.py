@@ -200,3 +200,13 @@ def test_a_full_disk_at_the_end_is_one_line(tmp_path, photos, timm_folder, monke
     with pytest.raises(RunError, match=r"_results\.json could not be written .*--resume_from_checkpoint last"):
         finetune.main(argv)
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
+
+
+def test_only_what_a_run_wrote_is_replaced(tmp_path):
+    kept = {"checkpoint-1-keep", "checkpoint-best-7", "checkpoint-notes.txt", "checkpoint-3.txt", "notes"}
+    for name in ("checkpoint-1", "checkpoint-20", *kept):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model.safetensors").touch()
+    args = SimpleNamespace(resume_from_checkpoint=None, output_dir=str(tmp_path), world_size=1)
+    ClaimFolder(tmp_path, {}).on_step_end(args, TrainerState(is_world_process_zero=True), TrainerControl())
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", *kept}
