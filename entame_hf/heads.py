@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
@@ -169,12 +172,37 @@ def _transformers_paths(model: PreTrainedModel) -> list[str]:
     """List the leaves outside of the backbone that have one output a label."""
     if model.config.model_type in TRANSFORMERS_HEADS:
         return TRANSFORMERS_HEADS[model.config.model_type]
-    backbone = f"{model.base_model_prefix}."
-    return [
-        path
-        for path, leaf in leaves(model)
-        if not path.startswith(backbone) and num_classes(leaf) == model.config.num_labels
-    ]
+    backbone, labels = f"{model.base_model_prefix}.", model.config.num_labels
+    outside = {path: num_classes(leaf) for path, leaf in leaves(model) if not path.startswith(backbone)}
+    found = [path for path, outputs in outside.items() if outputs == labels]
+    if len(found) < 2:
+        return found
+    # Not every class keeps its backbone under one name, and a layer of it may be as wide by chance.
+    heads = {known: [path for path in found if f"{path}.".startswith(f"{known}.")] for known in _stock_paths(model)}
+    for paths in heads.values():
+        if len(paths) > 1:
+            raise InputError(
+                f"{' and '.join(paths)} have one output for each of {labels} classes. Name the one that gives the "
+                f'logits: EntameConfig(head="{paths[-1]}").'
+            )
+    return [path for path in found if [path] in heads.values()] or found
+
+
+# By class, config and number of labels: the heads of a model are looked for again and again.
+_known_paths: dict[tuple[Any, str], list[str]] = {}
+
+
+def _stock_paths(model: PreTrainedModel) -> list[str]:
+    """List the leaves of a transformers model, as its class builds it, whose outputs follow the number of labels."""
+    config = copy.deepcopy(model.config)
+    key = type(model), config.to_json_string()
+    if key not in _known_paths:
+        config.num_labels = number = (config.num_labels or 0) + 1
+        with torch.device("meta"), suppress(Exception):
+            # A class of the user's own may be built from more than a config.
+            other = type(model)(config)
+            _known_paths[key] = [path for path, leaf in leaves(other) if num_classes(leaf) == number]
+    return _known_paths.get(key, [])
 
 
 def num_classes(leaf: Leaf) -> int:

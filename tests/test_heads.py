@@ -3,7 +3,18 @@ import timm
 import torch
 from conftest import TINY_VIT
 from torch import nn
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import (
+    CLIPConfig,
+    CLIPForImageClassification,
+    DeiTConfig,
+    DeiTForImageClassificationWithTeacher,
+    HGNetV2Config,
+    HGNetV2ForImageClassification,
+    PPLCNetConfig,
+    PPLCNetForImageClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from entame_hf import EntameConfig, InputError, apply_entame, find_heads
 
@@ -60,3 +71,42 @@ def test_a_backbone_whose_inner_layers_are_as_wide_as_the_classes_is_refused(num
     model = ViTForImageClassification(ViTConfig(num_labels=number, **TINY_VIT)).vit
     with pytest.raises(InputError, match="ViTModel is a backbone without a classifier head"):
         find_heads(model)
+
+
+@pytest.mark.parametrize("labels", [16, 32, 48, 60, 64, 128, 256, 1024])
+def test_layers_of_a_backbone_are_no_heads_where_classes_are_as_many(labels):
+    config = HGNetV2Config(num_labels=labels)
+    assert [head.path for head in find_heads(HGNetV2ForImageClassification(config))] == ["fc"]
+
+
+@pytest.mark.parametrize("labels", [16, 64, 256, 1280])
+def test_a_last_convolution_is_no_head(labels):
+    (head,) = find_heads(PPLCNetForImageClassification(PPLCNetConfig(num_labels=labels)))
+    assert head.path.startswith("head")
+
+
+@pytest.mark.parametrize("labels", [32, 64])
+def test_projections_as_wide_as_the_classes_are_no_heads(labels):
+    vision = {"hidden_size": labels, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision |= {"image_size": 32, "patch_size": 16}
+    config = CLIPConfig(vision_config=vision, num_labels=labels, projection_dim=labels)
+    assert [head.path for head in find_heads(CLIPForImageClassification(config))] == ["classifier"]
+
+
+def test_both_heads_of_a_distilled_model_are_found():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = DeiTForImageClassificationWithTeacher(DeiTConfig(**sizes, image_size=32, patch_size=16, num_labels=32))
+    assert [head.path for head in find_heads(model)] == ["cls_classifier", "distillation_classifier"]
+
+
+@pytest.mark.parametrize("width", [7, 12])
+def test_a_head_of_two_layers_as_wide_as_the_classes_has_to_be_named(width):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=16, num_labels=7))
+    model.classifier = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 7))
+    if width == 7:
+        with pytest.raises(InputError, match=r"classifier.0 and classifier.2 have one output .*head=\"classifier.2\""):
+            find_heads(model)
+        assert [head.path for head in find_heads(model, "classifier.2")] == ["classifier.2"]
+    else:
+        assert [head.path for head in find_heads(model)] == ["classifier.2"]

@@ -1,7 +1,7 @@
 """Datasets in, batches out."""
 
 from .augmentation import AUGMENTATIONS, Augmentation
-from .batches import BatchDataset, BatchLoader, batch_loader, for_evaluation, to_device
+from .batches import BatchDataset, BatchLoader, batch_loader, for_evaluation, holds_batches, to_device
 from .build import BuiltDatasets, build_datasets, channel_statistics
 from .columns import balanced_class_weights, stratified_rows
 from .dataset import ClassificationDataset
@@ -54,6 +54,7 @@ __all__ = [
     "find_duplicates",
     "fingerprint",
     "for_evaluation",
+    "holds_batches",
     "is_converted",
     "known_classes",
     "known_labels",

@@ -72,6 +72,11 @@ def for_evaluation(dataset: Any) -> Any:
     return dataset.for_evaluation() if isinstance(dataset, BatchDataset) else dataset
 
 
+def holds_batches(dataset: Any) -> bool:
+    """Tell whether a dataset is a [`BatchDataset`], or a subset of one."""
+    return holds_batches(dataset.dataset) if isinstance(dataset, Subset) else isinstance(dataset, BatchDataset)
+
+
 class PendingBatch:
     """Stand for a batch that is made when it is needed, or before, and the CUDA event after which it is complete.
 

@@ -26,6 +26,7 @@ from .state import (
     has_config,
     has_learned,
     is_saved_head,
+    loaded_heads,
     set_config,
     start_check,
 )
@@ -100,7 +101,8 @@ def apply_entame(
         )
     for head in heads:
         _check(model, head, config, num_labels)
-    trained = {head.path for head in heads if has_learned(head.module) or is_saved_head(base, head.module)}
+    loaded = loaded_heads(model)
+    trained = {head.path for head in heads if has_learned(head.module) or is_saved_head(base, head.module)} | {*loaded}
     if num_labels is None:
         _check_labels(base, heads)
     elif trained or _must_rebuild(base, heads, config, num_labels):
@@ -113,10 +115,11 @@ def apply_entame(
     drawn = [head for head in heads if head.path not in noted]
     wiped = [head.path for head in drawn if head.path in trained and config.init != "keep"]
     if wiped:
+        why = "has learned in this adapter" if wiped[0] in loaded else "was adapted with ENTAME before"
+        new = "add an adapter to the base model" if loaded else "apply_entame(model, num_labels=...)"
         raise InputError(
-            f"`{wiped[0]}` was adapted with ENTAME before, and a new head would wipe what it has learned. Keep it: "
-            'EntameConfig(init="keep") or `entame_method="keep"`; or start a new one: '
-            "apply_entame(model, num_labels=...)."
+            f"`{wiped[0]}` {why}, and a new head would wipe what it has learned. Keep it: "
+            f'EntameConfig(init="keep") or `entame_method="keep"`; or start a new one: {new}.'
         )
     set_feature_norm(drawn, config)
     for head in drawn:

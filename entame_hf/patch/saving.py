@@ -17,7 +17,7 @@ from ..layers import ZNormLeaf
 from .fold import folded, stock_state_dict
 from .freezing import unsaved_batch_norms
 from .gathering import is_sharded, reshard
-from .state import check_learns, differs_from_checkpoint, stop_check
+from .state import TIMM_NOTE, check_learns, differs_from_checkpoint, stop_check, without_note
 
 
 def patch_save_pretrained(model: nn.Module) -> None:
@@ -163,7 +163,10 @@ def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Ite
         changes["label_names"] = names
         # The local path that timm read the weights from is private.
         private = ("file", "source")
-        changes["pretrained_cfg"] = {k: v for k, v in pretrained_cfg(model).items() if k not in private}
+        described = {k: v for k, v in pretrained_cfg(model).items() if k not in private}
+        is_adapted = "entame" in {**vars(model.config), **changes}
+        notes = [*(without_note(described.pop("notes", None)) or ()), *([TIMM_NOTE] if is_adapted else ())]
+        changes["pretrained_cfg"] = described | ({"notes": notes} if notes else {})
     values = vars(model.config)
     before = {name: values[name] for name in changes if name in values}
     values.update(changes)

@@ -21,7 +21,7 @@ On the model given, on the model inside it and on a `PeftModel` around it:
 
 For a time: `train` of frozen modules ([`frozen_backbone`], [`frozen_statistics`]); `entame` and timm's values in a
 config ([`shareable_config`]). In the process: one hook of torch, which sees peft wrap a model. On disk: `entame` in
-the saved config.
+the saved config, and a note in timm's part of it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ from transformers.utils import logging
 
 from ..config import EntameConfig
 from ..errors import InputError
-from ..heads import Leaf, base_model, find_heads, leaves, num_classes
+from ..heads import Leaf, base_model, find_heads, leaves, num_classes, timm_model
 from ..layers import ZNormLeaf
 
 logger = logging.get_logger(__name__)
+
+# In the config of a saved timm model, where timm's own loaders read it.
+TIMM_NOTE = "adapted with ENTAME"
 
 
 def set_config(leaf: Leaf, config: EntameConfig) -> None:
@@ -190,7 +193,7 @@ def has_trained_head(model: nn.Module) -> bool:
     """Check whether a head was trained with ENTAME, in this process or before the model was saved."""
     base = base_model(model)
     found = [leaf for _, leaf in leaves(model)]
-    return any(has_learned(leaf) for leaf in found) or any(is_saved_head(base, leaf) for leaf in found)
+    return any(has_learned(leaf) or is_saved_head(base, leaf) for leaf in found) or bool(loaded_heads(model))
 
 
 def is_saved_head(model: nn.Module, leaf: Leaf) -> bool:
@@ -200,6 +203,10 @@ def is_saved_head(model: nn.Module, leaf: Leaf) -> bool:
     head that is put in its place later has no such note.
     """
     saved = getattr(model.config, "entame", None) if isinstance(model, PreTrainedModel) else None
+    described = timm.pretrained_cfg if saved is None and (timm := timm_model(model)) is not None else {}
+    if TIMM_NOTE in (described.get("notes") or ()):
+        # timm's loaders read no more than this of a saved config.
+        return head_config(leaf) is None and described.get("num_classes") == num_classes(leaf)
     if saved is None or not vars(leaf).get("_is_hf_initialized", False) or vars(leaf).get("entame_trained") is False:
         return False
     if not isinstance(saved, dict) or "num_labels" not in saved:
@@ -211,6 +218,24 @@ def is_saved_head(model: nn.Module, leaf: Leaf) -> bool:
     return saved["num_labels"] == num_classes(leaf) and (config is None or config.init == "keep")
 
 
+def loaded_heads(model: nn.Module) -> list[str]:
+    """List the heads of adapters that differ from what peft made them of, and that ENTAME has not drawn since.
+
+    `PeftModel.from_pretrained` loads them over copies of the base model's head.
+    """
+    found = []
+    for path, leaf in leaves(model):
+        before, _, after = path.partition(".modules_to_save.")
+        if not after or head_config(leaf) is not None or vars(leaf).get("entame_trained") is False:
+            continue
+        inside = after.partition(".")[2]
+        original: Any = model.get_submodule(before).original_module
+        pairs = zip(original.get_submodule(inside).parameters(), leaf.parameters(), strict=False)
+        if any(not a.is_meta and not b.is_meta and not torch.equal(a.to(b), b) for a, b in pairs):
+            found.append(path)
+    return found
+
+
 def clear_entame_state(model: nn.Module) -> None:
     """Allow new heads on a model: whatever its heads have learned may be wiped."""
     for _, leaf in leaves(model):
@@ -219,6 +244,13 @@ def clear_entame_state(model: nn.Module) -> None:
     base = base_model(model)
     if isinstance(base, PreTrainedModel) and hasattr(base.config, "entame"):
         del base.config.entame
+    if (timm := timm_model(base)) is not None:
+        timm.pretrained_cfg["notes"] = without_note(timm.pretrained_cfg.get("notes"))
+
+
+def without_note(notes: Any) -> list[str] | None:
+    """Give timm's notes on a model without that of its adaptation."""
+    return [note for note in notes or () if note != TIMM_NOTE] or None
 
 
 # Reading what is installed takes a twentieth of the time that saving a ViT-B takes.

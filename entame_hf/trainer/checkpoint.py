@@ -124,11 +124,24 @@ def save_head_state(
 def _save_stock_model(model: Any, folder: Path, state_dict: dict[str, Tensor]) -> None:
     """Write an unwrapped model as `Trainer` does, without its arguments."""
     if not (isinstance(model, PreTrainedModel) or is_peft(model)):
-        safetensors.torch.save_file(state_dict, str(folder / SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
+        tensors = _with_own_memory(state_dict)
+        safetensors.torch.save_file(tensors, str(folder / SAFE_WEIGHTS_NAME), metadata={"format": "pt"})
         return
     model.save_pretrained(folder, state_dict=state_dict)
     # peft's is of blanks and the base model's path.
     (folder / "README.md").unlink(missing_ok=True)
+
+
+def _with_own_memory(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give tensors as safetensors takes them: in the usual order in memory, and tied ones each with its own values."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in state_dict.items():
+        tensor = tensor.detach().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return found
 
 
 def forget_local_base(folder: str | Path) -> None:

@@ -10,8 +10,11 @@ from itertools import islice
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -22,7 +25,7 @@ from ..errors import InputError
 from ..heads import Head, find_heads
 from ..patch import HeadFeatures, HeadFit, collect_head_features, collect_statistics, fit_to_features, normalised_heads
 from .labels import has_several_labels
-from .loader import prepared_loader
+from .loader import forget_loader, prepared_loader
 from .loss import ClassificationLoss
 
 logger = logging.get_logger(__name__)
@@ -41,7 +44,8 @@ class HeadFitter(TrainerCallback):
         self._fits: list[HeadFit] = []
         # What the last fit was made from, for the next trial of a search.
         self._known: tuple[str, list[HeadFeatures]] | None = None
-        self._refreshed_step = 0
+        # The step, and the weights that the statistics were estimated with.
+        self._refreshed: tuple[int, list[float]] | None = None
 
     def fit(self) -> None:
         """Fit the heads, which were drawn before: see [`fit_head`]."""
@@ -70,6 +74,7 @@ class HeadFitter(TrainerCallback):
 
     # Reporting callbacks are ready then, and the state is the run's.
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._refreshed = None
         fits, self._fits = self._fits, []
         if not fits:
             return
@@ -81,8 +86,11 @@ class HeadFitter(TrainerCallback):
         several = {f"{KEY}/{fit.path}": fit.accuracy for fit in fits[1:]}
         self.trainer.log({KEY: first.accuracy, "probe_samples": first.samples, **several})
 
-    # After the best checkpoint was loaded. Every process gets here, which save_model cannot know.
+    # Every process gets here, which save_model cannot know.
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            # The best checkpoint was loaded, with its statistics.
+            self._refreshed = state.global_step, self._weights()
         self.refresh_statistics()
 
     def refresh_samples(self) -> int:
@@ -131,15 +139,19 @@ class HeadFitter(TrainerCallback):
         return self.trainer._train_batch_size * self.trainer.args.world_size
 
     def refresh_statistics(self) -> None:
-        """Re-estimate the feature statistics with the current weights, once a step; to be called in all processes."""
+        """Re-estimate the feature statistics with the current weights, once; to be called in all processes."""
         trainer, step = self.trainer, self.trainer.state.global_step
         count = self.refresh_samples()
         heads: dict[str, Any] = dict(normalised_heads(trainer.model))
-        if not count or not heads or step in (0, self._refreshed_step):
+        if not count or not heads or step == 0:
+            return
+        # A callback may have exchanged the weights within a step, for their averages.
+        current = step, self._weights()
+        if current == self._refreshed:
             return
         if trainer.is_deepspeed_enabled:
             raise InputError("`znorm_refresh_samples` needs a model that DeepSpeed does not hold: use FSDP or 0.")
-        self._refreshed_step = step
+        self._refreshed = current
         batches = training_batches(trainer, count, "Feature statistics")
         device = trainer.args.device
         # The training draws what it would without this.
@@ -148,6 +160,12 @@ class HeadFitter(TrainerCallback):
         for leaf, (mean, var) in zip(heads.values(), found, strict=True):
             leaf.znorm.mean.copy_(mean)
             leaf.znorm.var.copy_(var)
+
+    def _weights(self) -> list[float]:
+        """Give the sum of the norms of the parameters that each process holds."""
+        held = (each.to_local() if isinstance(each, DTensor) else each for each in self.trainer.model.parameters())
+        norms = [torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in held if each.numel()]
+        return gather_object([float(torch.stack([norm.cpu() for norm in norms]).double().sum()) if norms else 0.0])
 
 
 def training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
@@ -160,7 +178,9 @@ def training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
     if isinstance(dataset, BatchDataset):
         with dataset.evaluation_view() as view:
             loader, _ = prepared_loader(view, size, None, args, trainer.accelerator)
-            yield from _progress(_first(loader, -(-count // (size * processes))), None, title, args)
+            yield from _progress(
+                _first(loader, -(-count // (size * processes)), trainer.accelerator), None, title, args
+            )
         return
     loader = trainer.get_train_dataloader()
     number = -(-count // (trainer._train_batch_size * processes))
@@ -168,7 +188,7 @@ def training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
         logger.info(f"{title}: the first {count:,} images of the stream, as training sees them.")
     else:
         number = min(number, len(loader))
-    yield from _progress(_first(loader, number), number, title, args)
+    yield from _progress(_first(loader, number, trainer.accelerator), number, title, args)
 
 
 def sampled_batches(dataset: ClassificationDataset, count: int, title: str, args: TrainingArguments) -> Generator[Any]:
@@ -187,14 +207,15 @@ def _batch_size(args: TrainingArguments) -> int:
     return max(args.eval_batch_size, 2 * args.train_batch_size)
 
 
-def _first(loader: Any, number: int) -> Iterator[Any]:
-    """Iterate over the first batches of a loader that accelerate has prepared."""
+def _first(loader: Any, number: int, accelerator: Accelerator) -> Iterator[Any]:
+    """Iterate over the first batches of a loader that accelerate has prepared, and is made for this pass."""
     try:
         yield from islice(loader, number)
     finally:
         if isinstance(loader, DataLoaderStateMixin):
             # accelerate would take this loader for the one that the training reads.
             loader.end()
+        forget_loader(loader, accelerator)
 
 
 def _progress(batches: Iterable[Any], total: int | None, title: str, args: TrainingArguments) -> Iterator[Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from transformers import TrainingArguments, default_data_collator
 from transformers.trainer_pt_utils import find_batch_size
@@ -19,6 +19,7 @@ from transformers.utils import logging
 from ..data import BatchDataset, BatchLoader, batch_loader, to_device
 from ..errors import InputError
 from ..heads import Head, base_model, num_classes, num_features
+from ..metrics import IGNORED_LABEL
 from ..patch import BATCH_NORMS, frozen_statistics
 
 logger = logging.get_logger(__name__)
@@ -66,21 +67,54 @@ def prepared_loader(
     return prepared, maker
 
 
-def mean_batch_size(batches: Sequence[Any], accelerator: Accelerator, parts_differ: bool) -> Any:
-    """Compute the mean number of examples of a step's micro-batches; None if all have the same size.
+def forget_loader(loader: Any, accelerator: Accelerator) -> None:
+    """Let a prepared loader go, which accelerate would keep with its processes for as long as it lives."""
+    accelerator._dataloaders[:] = [each for each in accelerator._dataloaders if each is not loader]
 
-    `parts_differ` says whether processes may have parts of different sizes at the end of this epoch.
+
+class StepWeights:
+    """Weigh the micro-batches of a step by what their losses are means over, in all processes.
+
+    These are examples, or labels where some may be -100: a step's loss is the same however it is split.
     """
-    sizes = [find_batch_size(batch) or 0 for batch in batches]
-    if not sizes:
-        return None
-    parts_differ = parts_differ and accelerator.gradient_state.end_of_dataloader
-    if not parts_differ and len(set(sizes)) <= 1:
-        return None
-    mean = sum(sizes) / len(sizes)
-    if not parts_differ:
-        return mean
-    return accelerator.reduce(to_device(torch.tensor(mean, dtype=torch.float64), accelerator.device), "mean")
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        # Per micro-batch; None if all have the same.
+        self._mean: Any = None
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """Count the micro-batches of the next step."""
+        accelerator, counts = self.trainer.accelerator, [self._count(batch) for batch in batches]
+        # At the end of an epoch, processes may have parts of different sizes.
+        parts_differ = self.trainer.parts_differ and accelerator.gradient_state.end_of_dataloader
+        if any(isinstance(count, Tensor) for count in counts):
+            parts_differ = accelerator.num_processes > 1
+            mean = torch.stack([torch.as_tensor(count, device=accelerator.device) for count in counts]).double().mean()
+            self._mean = mean if parts_differ or len(counts) > 1 else None
+        elif parts_differ and counts:
+            mean = torch.tensor(sum(counts) / len(counts), dtype=torch.float64)
+            self._mean = to_device(mean, accelerator.device)
+        else:
+            self._mean = sum(counts) / len(counts) if len(set(counts)) > 1 else None
+        if parts_differ and counts:
+            self._mean = accelerator.reduce(self._mean, "mean")
+
+    def weigh(self, loss: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """Weigh the loss of a micro-batch. One without labels adds nothing to a step that has some."""
+        # A function of the user's own is called by CustomLoss.
+        if self._mean is None or self.trainer.compute_loss_func is not None:
+            return loss
+        weight = self._count(inputs) / self._mean
+        return torch.where(weight == 0, 0.0, loss * weight.to(loss)) if isinstance(weight, Tensor) else loss * weight
+
+    def _count(self, batch: Any) -> Any:
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        # No label of a BatchDataset's is -100 in training.
+        if self.trainer.batch_maker is not None or not isinstance(labels, Tensor) or labels.is_floating_point():
+            return find_batch_size(batch) or 0
+        # Where they are: the host would wait for a number.
+        return (labels != IGNORED_LABEL).sum()
 
 
 def full_step(batches: list[Any], trainer: Any) -> list[Any]:

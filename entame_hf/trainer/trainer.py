@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..config import EntameConfig
-from ..data import BatchDataset, for_evaluation
+from ..data import BatchDataset, for_evaluation, holds_batches
 from ..files import explained_write_errors, write_file
 from ..heads import TIMM_PREFIX, Head, find_heads
 from ..patch import as_transformers
@@ -32,7 +32,7 @@ from .head_lr import HeadRates
 from .hub import CheckpointUploads, HubTarget, check_push, push_folder
 from .informed import HeadFitter
 from .labels import LabelReader, are_classes, are_shares
-from .loader import collate, explained_inputs, full_step, has_batch_norm, mean_batch_size, prepared_loader, temporarily
+from .loader import StepWeights, collate, explained_inputs, full_step, has_batch_norm, prepared_loader, temporarily
 from .loss import ClassificationLoss, CustomLoss, LossFilter, choose_loss, read_class_weights, scales_loss
 from .parallel import check_optimizer, check_output_folder, check_processes, same_on_all, set_log_level, share_buffers
 from .provenance import check_provenance
@@ -133,7 +133,8 @@ class EntameTrainer(Trainer):
         # What is frozen while train() runs, and how often a batch size was tried in it; which methods of ours it has
         # called, and the parameters that it began with.
         self.frozen, self.attempts, self.reached, self.trainable = ExitStack(), 0, set[str](), set[int]()
-        self.batch_maker, self.parts_differ, self.mean_batch_size, self.own_optimizer = None, False, None, None
+        self.batch_maker, self.parts_differ, self.own_optimizer = None, False, None
+        self.step_weights = StepWeights(self)
         self.operations: dict[int, int] = {}
 
     # Trainer has no argument for it. Without it, DDP copies all gradients to a buffer and back in every step.
@@ -231,7 +232,7 @@ class EntameTrainer(Trainer):
         dataset = sets if eval_dataset is None else eval_dataset
         dataset = sets[dataset] if isinstance(dataset, str) else dataset
         self.evaluations.is_of_training = eval_dataset is not None and self.train_dataset is eval_dataset is not sets
-        if isinstance(dataset, BatchDataset | Subset):
+        if holds_batches(dataset):
             return self.get_test_dataloader(dataset)
         with temporarily(self.args, dataloader_drop_last=False):
             return count_stream(super().get_eval_dataloader(eval_dataset))
@@ -246,8 +247,8 @@ class EntameTrainer(Trainer):
         with temporarily(args, dataloader_drop_last=False):
             return count_stream(super().get_test_dataloader(test_dataset))
 
-    # A smaller last micro-batch counts by its examples. A run that was killed after its last checkpoint takes no
-    # further step. Neither does the rest of a stream. And accelerate sets the epoch of the sampler alone.
+    # Weighs micro-batches. A run that was killed after its last checkpoint takes no further step. Neither does the
+    # rest of a stream. And accelerate sets the epoch of the sampler alone.
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -256,7 +257,7 @@ class EntameTrainer(Trainer):
             self.batch_maker.set_epoch(int(self.state.epoch or 0))
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = full_step(batches, self)
-        self.mean_batch_size = mean_batch_size(batches, self.accelerator, self.parts_differ)
+        self.step_weights.begin(batches)
         return batches, num_items
 
     # ---- Step ----
@@ -266,7 +267,7 @@ class EntameTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        labels, examples = inputs.get("labels"), find_batch_size(inputs)
+        labels = inputs.get("labels")
         if are_shares(labels, self.model) and not isinstance(self.label_smoother, ClassificationLoss):
             self.label_smoother = ClassificationLoss(self.args.label_smoothing_factor)
         with self.energies.watching(), self.head_rates.watching():
@@ -278,8 +279,7 @@ class EntameTrainer(Trainer):
         elif rounded and are_classes(labels, self.model):
             loss = ClassificationLoss()(outputs, labels)
         if model.training and self.is_in_train:
-            if self.compute_loss_func is None and self.mean_batch_size is not None:
-                loss = loss * (examples / self.mean_batch_size)
+            loss = self.step_weights.weigh(loss, {**inputs, "labels": labels})
             self.energies.observe(outputs, labels)
         return (loss, outputs) if return_outputs else loss
 

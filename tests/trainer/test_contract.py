@@ -15,6 +15,7 @@ import evaluate
 import pytest
 import torch
 import torch.distributed.fsdp._common_utils
+from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -99,6 +100,7 @@ PRIVATE = {
     "_is_replica": ("torch", lambda _: nn.Linear(1, 1)._replicate_for_data_parallel()),
     "_orig_mod": ("torch", lambda _: torch.compile(nn.Linear(1, 1))),
     "_fsdp_wrapped_module": ("torch", lambda _: words_of(torch.distributed.fsdp._common_utils)),
+    "_dataloaders": ("accelerate", lambda _: Accelerator(cpu=True)),
     "_hf_hook": ("accelerate", lambda _: add_hook_to_module(nn.Linear(1, 1), ModelHook())),
     "_is_hf_initialized": ("transformers", lambda _: words_of(modeling_utils)),
     "_apply": ("torch", lambda _: nn.Module),
