@@ -10,12 +10,12 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import InputError
 from .cache import cache_folder
-from .tree import METADATA_FILES, begins_as_image, is_junk, is_other
+from .tree import is_junk
 
 # Photos hardly shrink in a zip file, drawings to a twentieth. What unpacks to more is refused unless it is small.
 _RATIO, _SMALL, _LIMIT = 100, 10**8, 10**11
@@ -25,7 +25,7 @@ _used: dict[Path, int] = {}
 
 
 def unpack(path: str, max_unzipped_gb: float | None = None) -> str:
-    """Unpack the images and metadata of a zip file once, beside the image cache; return the folder.
+    """Unpack a zip file once, beside the image cache; return the folder.
 
     A new version replaces those that no process uses any more, and what killed processes left. The last version
     stays when the zip file is removed. By default, it may unpack to 100 times its size where that is more than 0.1
@@ -109,9 +109,7 @@ def _lock(folder: Path, shared: bool = False, wait: bool = True) -> int | None:
 
 def _extract(path: str, folder: str, max_unzipped_gb: float | None) -> None:
     with zipfile.ZipFile(path) as archive:
-        members = [member for member in archive.infolist() if _is_wanted(archive, member)]
-        for member in members:
-            member.filename = _read_name(member)
+        members = _choose_members(archive)
         needed, free = sum(member.file_size for member in members), shutil.disk_usage(folder).free
         _check_size(path, needed, max_unzipped_gb)
         if needed > free:
@@ -119,23 +117,35 @@ def _extract(path: str, folder: str, max_unzipped_gb: float | None) -> None:
         archive.extractall(folder, members)
 
 
+def _choose_members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """Choose all files but those of systems, each by the name that it gets.
+
+    Raises:
+        zipfile.BadZipFile: two files of one name differ: one would replace the other.
+    """
+    chosen: dict[str, zipfile.ZipInfo] = {}
+    for member in archive.infolist():
+        # As zipfile unpacks them.
+        parts = [part for part in _read_name(member).split("/") if part not in ("", ".", "..")]
+        if member.is_dir() or not parts or any(map(is_junk, parts)):
+            continue
+        member.filename = "/".join(parts)
+        known = chosen.setdefault(member.filename, member)
+        if (known.CRC, known.file_size) != (member.CRC, member.file_size):
+            raise zipfile.BadZipFile(f"it holds two different files {member.filename}")
+    return [*chosen.values()]
+
+
 def _read_name(member: zipfile.ZipInfo) -> str:
-    """Read a name as UTF-8 where it can be: macOS writes it so and does not say so, and zipfile takes it for CP437."""
-    says_so = member.flag_bits & 0x800
-    try:
-        return member.filename if says_so else member.filename.encode("cp437").decode()
-    except UnicodeError:
-        return member.filename
+    """Read a name as UTF-8 where it can be: macOS writes it so and does not say so, and zipfile takes it for CP437.
 
-
-def _is_wanted(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
-    name = member.filename.rsplit("/", 1)[-1]
-    if not name or is_junk(name):
-        return False
-    if not is_other(name) or name.lower() in METADATA_FILES:
-        return True
-    with archive.open(member) as file:
-        return begins_as_image(file)
+    Old tools of Windows separate folders by backslashes.
+    """
+    name = member.filename
+    if not member.flag_bits & 0x800:
+        with suppress(UnicodeError):
+            name = name.encode("cp437").decode()
+    return name.replace("\\", "/")
 
 
 def _check_size(path: str, needed: int, max_unzipped_gb: float | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import datasets
@@ -13,6 +14,7 @@ from .columns import find_image_column, find_label_column, image_names, may_name
 from .labels import count_missing
 from .source import Rows, SkippedImage, Source, listed
 from .splits import (
+    SPLIT_COLUMN,
     TEST,
     TRAIN,
     UNLABELED,
@@ -26,36 +28,62 @@ from .splits import (
 
 
 def split_by_column(source: Source, named: set[str], label_column_name: str | None) -> None:
-    """Make splits of a single table with a column that names them.
+    """Split tables by a column that names splits.
 
     Raises:
-        InputError: If a column such as "split" has values that name no split, and none of them is `named`.
+        InputError: If a column has values that name splits, or is called "split", and others, and none of them is
+            `named`; or if it says otherwise than the splits that there are.
     """
-    own, rows = next(iter(source.splits.items()))
-    if len(source.splits) > 1 or not isinstance(rows, Dataset):
-        return
-    columns = [name for name, feature in rows.features.items() if name != label_column_name and may_name(feature)]
-    column = find_split_column(columns, lambda name: named_rows(rows, name)[0])
-    if column is None:
-        return
-    shown = source.split_column or column
-    values, codes = named_rows(rows, column)
-    names = list(dict.fromkeys(values))
-    chosen = {name: np.isin(codes, [i for i, value in enumerate(values) if value == name]) for name in names}
+    whole = dict(source.splits)
+    for own, rows in whole.items():
+        if not isinstance(rows, Dataset):
+            if any(name.casefold() == SPLIT_COLUMN for name in rows.features or ()) and not named:
+                source.notes.append(f"column {SPLIT_COLUMN!r} of {own} is not followed in a stream.")
+            continue
+        columns = [name for name, feature in rows.features.items() if name != label_column_name and may_name(feature)]
+        column = find_split_column(columns, partial(_names, rows))
+        if column is None:
+            continue
+        values, codes = named_rows(rows, column)
+        names = list(dict.fromkeys(values))
+        if len(names) < 2 or (own in named and own not in names):
+            continue
+        others = {name: kind for name, kind in split_kinds(names).items() if kind != kind_of(own)}
+        if len(whole) > 1 and (not others or named):
+            if others:
+                source.notes.append(f"column {column!r} of {own} is not followed: splits were named.")
+            continue
+        chosen = {name: np.isin(codes, [i for i, value in enumerate(values) if value == name]) for name in names}
+        _check_column(source, own, column, chosen, named)
+        rows = rows.remove_columns(column)
+        parts = {name: rows.select(np.flatnonzero(here)) for name, here in chosen.items()}
+        source.splits = {**{name: each for name, each in source.splits.items() if name != own}, **parts}
+        source.layout += f", split by column {(source.split_column or column)!r}"
+
+
+def _names(rows: Dataset, column: str) -> list[str]:
+    return named_rows(rows, column)[0]
+
+
+def _check_column(source: Source, own: str, column: str, chosen: dict[str, Any], named: set[str]) -> None:
+    """Refuse a column of splits that holds other values too, or rows of a split that is there beside its table."""
+    names, shown = [*chosen], source.split_column or column
     strangers = [name for name in names if name not in split_kinds(names)]
-    if len(names) < 2 or (own in named and own not in names):
-        return
+    train, other, *_ = sorted(names, key=lambda name: -int(chosen[name].sum()))
     if strangers and not named & set(names):
-        train, other, *_ = sorted(names, key=lambda name: -int(chosen[name].sum()))
         unused = "" if own in names else f"; if they are no splits, give `train_split={own}`"
         raise InputError(
             f"Column {shown!r} holds {listed(map(repr, names))}, and no split is called "
             f"{listed(map(repr, strangers))}. Give each row train, validation or test, or name those that you use: "
             f"`train_split={train}` `eval_split={other}`{unused}."
         )
-    rows = rows.remove_columns(column)
-    source.splits = {name: rows.select(np.flatnonzero(here)) for name, here in chosen.items()}
-    source.layout += f", split by column {shown!r}"
+    beside = [name for name in source.splits if name != own]
+    twice = [name for name in names if kind_of(name) in {kind_of(each) for each in beside}]
+    if twice:
+        raise InputError(
+            f"Column {shown!r} of {own} holds rows of {twice[0]!r}, and there is a split {beside[0]!r} beside it. "
+            f"Move these rows there, or name the splits as they are: `train_split={own}` `eval_split={beside[0]}`."
+        )
 
 
 def choose_roles(source: Source, train_split: str | None, eval_split: str | None) -> dict[str, str]:

@@ -12,6 +12,8 @@ TRAIN, VALIDATION, TEST, UNLABELED = "train", "validation", "test", "unlabeled"
 
 # A column that says which split a row belongs to.
 SPLIT_COLUMN = "split"
+# Of more values, those that name splits are among names of another kind.
+_MOST_VALUES = 20
 _WORDS = {
     TRAIN: "train training trn",
     VALIDATION: "validation val valid validate validating dev devel development eval evaluation holdout heldout",
@@ -85,21 +87,29 @@ def choose_split(names: Iterable[str], kind: str, parameter: str) -> str | None:
 
 
 def find_split_column(columns: Collection[str], values_of: Callable[[str], Collection[str]]) -> str | None:
-    """Find the column that says which split a row is in: "split", "is_valid", or one whose values all name splits.
+    """Find the column that says which split a row is in: "split", "is_valid", or one whose values name splits.
 
-    The last has train and another split, and is not called "label" or "labels", where these may be classes.
-    `values_of` gives the different values of a column.
+    The last has train and another split, all its values or few others beside them, and is not called "label" or
+    "labels", where these may be classes. `values_of` gives the different values of a column.
     """
     own = next((name for name in columns if name.casefold() == SPLIT_COLUMN), None)
     own = own or next((name for name in columns if kind_of(name) and _parse(name)[1] == {"is"}), None)
-    others = (name for name in columns if name not in ("label", "labels") and _are_splits(values_of(name)))
-    return own or next(others, None)
+    if own:
+        return own
+    values = {name: values_of(name) for name in columns if name not in ("label", "labels")}
+    whole = (name for name, found in values.items() if _are_splits(found))
+    return next(whole, None) or next((name for name, found in values.items() if _hold_splits(found)), None)
 
 
 def _are_splits(names: Collection[str]) -> bool:
     # Of many captions, the first is none.
     kinds = split_kinds(names) if all(map(kind_of, names)) else {}
     return len(kinds) == len(names) and TRAIN in kinds.values() and len(set(kinds.values())) > 1
+
+
+def _hold_splits(names: Collection[str]) -> bool:
+    kinds = set(split_kinds(names).values()) if len(names) <= _MOST_VALUES else set()
+    return TRAIN in kinds and bool(kinds & {VALIDATION, TEST})
 
 
 def kind_of(name: str) -> str | None:

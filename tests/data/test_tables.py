@@ -226,8 +226,11 @@ def test_a_label_beside_another_class_label_is_ambiguous():
         split_dataset(table)
     assert split_dataset(table, label_column_name="label").class_names == ["0", "1"]
     # Of splits that lie apart, a column "split" is no label.
-    table = table_with("split", [1, 1, 1, 0], ClassLabel(names=["val", "train"]), Value("int64"))
-    assert split_dataset({"train": table, "val": table}).class_names == ["0", "1"]
+    kinds = {
+        name: table_with("split", [value] * 4, ClassLabel(names=["val", "train"]), Value("int64"))
+        for name, value in (("train", 1), ("val", 0))
+    }
+    assert split_dataset(kinds).class_names == ["0", "1"]
 
 
 @pytest.mark.parametrize("second", [CAT_DOG, DOG_CAT])
