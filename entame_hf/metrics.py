@@ -181,10 +181,10 @@ PREFIX = "eval_"
 _OF_THE_MACHINE = ("_runtime", "_per_second", "_time", "_delta")
 
 
-def evaluation_metrics(entry: Mapping[str, Any]) -> dict[str, float]:
+def evaluation_metrics(entry: Mapping[str, Any], prefix: str = PREFIX) -> dict[str, float]:
     """Get what an evaluation measured of the model, from one entry of `trainer.state.log_history`.
 
-    Plain numbers without the prefix `eval_`, such as `{"loss": 0.3, "accuracy": 0.9}`; empty for an entry of another
+    Plain numbers without the prefix, such as `{"loss": 0.3, "accuracy": 0.9}`; empty for an entry of another
     kind. Metrics that are no single number are left out.
     """
     numbers = {}
@@ -192,8 +192,8 @@ def evaluation_metrics(entry: Mapping[str, Any]) -> dict[str, float]:
         # A scalar of numpy or torch is neither JSON nor YAML.
         value = value.item() if getattr(value, "ndim", None) == 0 else value
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and key.startswith(PREFIX) and not key.endswith(_OF_THE_MACHINE):
-            numbers[key.removeprefix(PREFIX)] = value
+        if is_number and key.startswith(prefix) and not key.endswith(_OF_THE_MACHINE):
+            numbers[key.removeprefix(prefix)] = value
     return numbers
 
 
@@ -201,12 +201,14 @@ class Evaluation(NamedTuple):
     """Hold what is known of the weights that a model holds, after the optimizer step `step`.
 
     `confusion` (M, M) counts examples, true classes by predicted ones, up to the last class that was seen: M ≤ C.
+    `test` are the metrics of test images, which chose nothing.
     """
 
     metrics: dict[str, float]
     step: int | None = None
     confusion: np.ndarray | None = None
     errors: ConfidentErrors | None = None
+    test: dict[str, float] = {}  # noqa: RUF012
 
 
 class ClassScores(NamedTuple):

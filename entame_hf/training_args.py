@@ -296,6 +296,8 @@ class EntameTrainingArguments(HeadArguments, TrainingArguments):
         check_numbers(self)
         if self.save_dtype not in SAVE_DTYPES:
             raise InputError(unknown_value("`save_dtype`:", self.save_dtype, SAVE_DTYPES))
+        if self.phi_w is not None and self.noise_lambda is not None:
+            raise InputError("`noise_lambda` stands in the place of `phi_w`: give one of them.")
         self.entame_config()
         self._check_head_lr()
 

@@ -142,3 +142,8 @@ def test_an_unknown_recipe_is_refused_with_what_is_allowed(tmp_path):
 def test_an_output_folder_without_a_name_is_refused(name):
     with pytest.raises(InputError, match="names no folder"):
         EntameTrainingArguments(name)
+
+
+def test_one_of_two_that_say_the_same_is_given():
+    with pytest.raises(InputError, match="`noise_lambda` stands in the place of `phi_w`"):
+        EntameTrainingArguments("out", phi_w=1e-12, noise_lambda=1.0)

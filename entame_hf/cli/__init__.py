@@ -48,11 +48,17 @@ def main(argv: list[str] | None = None) -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # DeepSpeed says wherever it is installed that it found no accelerator.
         logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator" not in record.getMessage())
-        from .launch import run_command
-
         name = Path(sys.argv[0]).name
         name = f"entame {command}" if name in ("entame", "__main__.py") else name
-        run_command(import_module(f".{command}", __package__).main, argv[1:], name)
+        try:
+            from .launch import run_command
+
+            run = import_module(f".{command}", __package__).main
+        # Seconds in which Ctrl-C comes too.
+        except KeyboardInterrupt:
+            print(f"{name}: interrupted.", file=sys.stderr)
+            sys.exit(130)
+        run_command(run, argv[1:], name)
 
 
 def _overview() -> str:

@@ -30,8 +30,10 @@ def skeleton(name: str) -> str:
 
 
 def _loose(name: str) -> str:
-    """Give a name without case, separators and leading zeros."""
+    """Give a name without case, separators, leading zeros and decimals that are zeros."""
     text = skeleton(name).casefold()
+    # The numbers of a table may have become decimals: 1.0.
+    text = text.partition(".")[0] if re.fullmatch(r"-?\d+\.0+", text) else text
     words = "".join(c if c.isalnum() else " " for c in text).split()
     return " ".join(word.lstrip("0") or "0" if word.isdigit() else word for word in words) or text
 

@@ -36,8 +36,9 @@ class CardFacts:
     # The model's class, or timm's name for it.
     architecture: str
     class_names: list[str]
-    # Of the weights beside the card.
+    # Of the weights beside the card, on the images of a split.
     evaluation: Evaluation
+    split: str | None = None
     # The model's id on the Hub; None for the folder that holds the card.
     repository: str | None = None
     # "transformers", "timm" (both libraries load it), or None for neither.
@@ -144,9 +145,11 @@ def _metadata(facts: CardFacts) -> ModelCardData:
 
 def _results(facts: CardFacts) -> dict[str, Any]:
     """List the metrics that the Hub knows by name, for `ModelCardData`."""
+    # Test images come first: the others may have chosen the checkpoint.
     known = [
-        (kind, name, value)
-        for name, value in facts.evaluation.metrics.items()
+        (split, kind, name, value)
+        for split, metrics in (("test", facts.evaluation.test), (facts.split, facts.evaluation.metrics))
+        for name, value in metrics.items()
         for kind in METRIC_TAGS
         # The Hub refuses numbers that JSON does not have.
         if (name == kind or name.startswith(f"{kind}_")) and math.isfinite(value)
@@ -161,10 +164,11 @@ def _results(facts: CardFacts) -> dict[str, Any]:
             dataset_type=name if facts.datasets else "unknown",
             dataset_name=name,
             dataset_config=facts.dataset_config,
+            dataset_split=split,
             metric_type=kind,
             metric_name=metric.replace("_", " "),
             metric_value=value,
         )
-        for kind, metric, value in known
+        for split, kind, metric, value in known
     ]
-    return {"metrics": list(dict.fromkeys(kind for kind, *_ in known)), "eval_results": results}
+    return {"metrics": list(dict.fromkeys(kind for _, kind, *_ in known)), "eval_results": results}

@@ -184,7 +184,9 @@ class Evaluations(TrainerCallback):
         # Several evaluation sets have an entry each.
         entries = [evaluation_metrics(entry) for entry in chosen if entry["step"] == step]
         metrics = {name: value for entry in entries for name, value in entry.items()}
-        return Evaluation(metrics, step if best is None else best, **self._observed.get(step, {}))
+        tests = [evaluation_metrics(entry, "test_") for entry in history[(ended or 0) :] if entry.get("step") == step]
+        test = {name: value for entry in tests for name, value in entry.items()}
+        return Evaluation(metrics, step if best is None else best, **self._observed.get(step, {}), test=test)
 
 
 def check_metrics(trainer: Trainer) -> None:

@@ -298,7 +298,7 @@ def test_names_are_one_in_either_unicode_form(tree):
 
 @pytest.mark.parametrize(
     ("one", "other", "points"),
-    [("Cat", "cat", "U+0043"), ("a b", "a_b", r"U\+005F"), ("01", "1", "U+0030")],
+    [("Cat", "cat", "U+0043"), ("a b", "a_b", r"U\+005F"), ("01", "1", "U+0030"), ("1.0", "1", "U+002E")],
 )
 def test_names_that_look_alike_are_said(tree, one, other, points):
     said = load_splits(data_dir=tree(one, other, "zebra")).describe()

@@ -122,3 +122,19 @@ def test_a_card_is_html_without_a_trace_of_the_template():
 @pytest.mark.parametrize("converts", [False, True])
 def test_images_that_pipeline_reads_otherwise_are_told(converts):
     assert ("laid over white" in render_card(facts(["a", "b"], converts_images=converts))) == converts
+
+
+def test_test_images_come_first_and_the_split_is_named():
+    evaluation = Evaluation({"accuracy": 1.0, "loss": 0.1}, 3, np.eye(2, dtype=int) * 9, test={"accuracy": 0.25})
+    text = render_card(facts(["a", "b"], evaluation=evaluation, split="validation"))
+    assert "Evaluated on 18 validation images, after optimizer step 3. Test images chose nothing:" in text
+    assert "| metric | test | validation |\n| --- | --- | --- |\n| accuracy | 0.25 | 1 |\n| loss |  | 0.1 |" in text
+    assert "What follows is about the validation images." in text
+    results = ModelCard(text).data.eval_results
+    assert [(each.dataset_split, each.metric_value) for each in results] == [("test", 0.25), ("validation", 1.0)]
+
+
+def test_without_test_images_or_a_split():
+    text = render_card(facts(["a", "b"], np.eye(2, dtype=int)))
+    assert "Evaluated on 2 images, after optimizer step 3:\n\n| metric | value |\n| --- | --- |\n" in text
+    assert ModelCard(text).data.eval_results[0].dataset_split is None
