@@ -134,7 +134,10 @@ def classes_and_confidence(predictions: Any) -> tuple[np.ndarray, np.ndarray | N
     """Get N class indices and, where they are known, their N probabilities from the predictions of an evaluation."""
     first, *others = predictions if isinstance(predictions, tuple) else (predictions,)
     first = np.asarray(first)
-    if first.ndim == 2:
+    if first.ndim == 2 and first.dtype.kind == "f":
+        if (first >= 0).all() and np.allclose(first.sum(axis=-1), 1, atol=SHARE_TOLERANCE):
+            # Probabilities already, as logits are not.
+            return first.argmax(axis=-1), first.max(axis=-1)
         # The largest term of a softmax.
         return first.argmax(axis=-1), 1 / np.exp(first - first.max(axis=-1, keepdims=True)).sum(axis=-1)
     confidence = np.asarray(others[0]) if others else None

@@ -135,7 +135,7 @@ class Evaluations(TrainerCallback):
         # The best checkpoint's, if the model holds its weights.
         self.loaded_step: int | None = None
 
-    def observe(self, output: EvalLoopOutput, state: TrainerState) -> None:
+    def observe(self, output: EvalLoopOutput, state: TrainerState, classes: int) -> None:
         """Count the predictions of an evaluation by class, and find the errors that the model is most confident of."""
         if self.is_of_training:
             return
@@ -143,7 +143,7 @@ class Evaluations(TrainerCallback):
         self._observed = {step: seen for step, seen in self._observed.items() if step == state.best_global_step != now}
         predictions, labels = output.predictions, label_indices(output.label_ids)
         first = predictions[0] if isinstance(predictions, tuple) and predictions else predictions
-        if not isinstance(first, np.ndarray) or labels is None:
+        if not isinstance(first, np.ndarray) or labels is None or (first.ndim == 2 and first.shape[1] != classes):
             return
         predicted, _ = classes_and_confidence(predictions)
         if predicted.shape != labels.shape or labels.dtype.kind + predicted.dtype.kind != "ii":
@@ -151,10 +151,10 @@ class Evaluations(TrainerCallback):
         self._observed[now] = {"errors": confident_errors(predictions, labels)}
         counted = labels >= 0
         labels, predicted = labels[counted].astype(np.int64), predicted[counted].astype(np.int64)
-        classes = 1 + max(labels.max(initial=-1), predicted.max(initial=-1))
-        if 0 < classes <= MOST_CLASSES:
-            cells = np.bincount(labels * classes + predicted, minlength=classes**2)
-            self._observed[now]["confusion"] = cells.reshape(classes, classes)
+        seen = 1 + max(labels.max(initial=-1), predicted.max(initial=-1))
+        if 0 < seen <= MOST_CLASSES:
+            cells = np.bincount(labels * seen + predicted, minlength=seen**2)
+            self._observed[now]["confusion"] = cells.reshape(seen, seen)
 
     # After it was logged.
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

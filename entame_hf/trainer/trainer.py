@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from ..config import EntameConfig
 from ..data import BatchDataset, for_evaluation, holds_batches
 from ..files import explained_write_errors, write_file
-from ..heads import TIMM_PREFIX, Head, find_heads
+from ..heads import TIMM_PREFIX, Head, find_heads, num_classes
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, UnusedCheck, hide_energies
@@ -335,7 +335,7 @@ class EntameTrainer(Trainer):
         output = sums.correct(output, f"{metric_key_prefix}_loss", self.accelerator)
         output.metrics.update(plain_numbers(output.metrics))
         if metric_key_prefix == "eval" and self.is_world_process_zero():
-            self.evaluations.observe(output, self.state)
+            self.evaluations.observe(output, self.state, num_classes(self.heads()[0].module))
         return output
 
     # Padding examples of the last batch stay out of the loss. Predictions are padded again before they are gathered,
