@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from transformers.utils import logging
 from ..data import BatchDataset, ClassificationDataset, batch_loader, stratified_rows
 from ..errors import InputError
 from ..heads import Head, find_heads
+from ..layers import widen
 from ..patch import HeadFeatures, HeadFit, collect_head_features, collect_statistics, fit_to_features, normalised_heads
 from .labels import has_several_labels
 from .loader import forget_loader, prepared_loader
@@ -164,8 +166,12 @@ class HeadFitter(TrainerCallback):
     def _weights(self) -> list[float]:
         """Give the sum of the norms of the parameters that each process holds."""
         held = (each.to_local() if isinstance(each, DTensor) else each for each in self.trainer.model.parameters())
-        norms = [torch.linalg.vector_norm(each.detach(), dtype=torch.float32) for each in held if each.numel()]
-        return gather_object([float(torch.stack([norm.cpu() for norm in norms]).double().sum()) if norms else 0.0])
+        norms = [torch.linalg.vector_norm(widen(each.detach())).double() for each in held if each.numel()]
+        # Of each device that holds parameters, one number.
+        totals: dict[torch.device, Any] = defaultdict(float)
+        for norm in norms:
+            totals[norm.device] += norm
+        return gather_object([sum(map(float, totals.values()))])
 
 
 def training_batches(trainer: Any, count: int, title: str) -> Generator[Any]:
