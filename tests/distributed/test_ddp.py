@@ -51,6 +51,7 @@ WARM = {"entame_method": "base_wu", "optim": "adamw_torch", "learning_rate": 1e-
 # What two processes train, in one go.
 IN_TWO = {
     "accumulated": {"count": 41, "gradient_accumulation_steps": 2},
+    "ignored": {"count": 48, "ignored": 20, "gradient_accumulation_steps": 2},
     "warm": {**WARM, "max_steps": 1},
     "later": {**WARM, "max_steps": 3},
     "local": {"max_steps": 2, "znorm_sync": False, "znorm_refresh_samples": 0},
@@ -116,6 +117,10 @@ def test_processes_that_do_not_know_of_each_other_are_refused(tmp_path):
 
 def test_two_processes_equal_one_on_batches_of_12_and_8_or_9_accumulated(tmp_path, in_two):
     check_equal(train(tmp_path, 1, **IN_TWO["accumulated"])[0], in_two["accumulated"])
+
+
+def test_two_processes_equal_one_where_labels_are_ignored(tmp_path, in_two):
+    check_equal(train(tmp_path, 1, **IN_TWO["ignored"])[0], in_two["ignored"])
 
 
 def test_three_processes_equal_one_on_22_images(tmp_path, in_three):

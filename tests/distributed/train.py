@@ -52,6 +52,7 @@ def main(folder: str, options: str) -> None:
     fails_at, batch_norm = changes.pop("fails_at", None), changes.pop("batch_norm", False)
     mixed, double = changes.pop("mixed", False), changes.pop("double", False)
     count, resume, base = changes.pop("count", 96), changes.pop("resume", None), changes.pop("from_pretrained", None)
+    ignored = changes.pop("ignored", 0)
     blind_rank, waits = changes.pop("blind_rank", None), WaitCounter() if changes.pop("count_waits", False) else None
     dropout, masks = changes.pop("dropout", 0.0), []
     if changes.pop("fsdp_on_cpu", False):
@@ -75,6 +76,8 @@ def main(folder: str, options: str) -> None:
     if double:
         model.double().register_forward_pre_hook(in_double, with_kwargs=True)
     images = RandomImages(count)
+    # Far more of some micro-batches and processes than of others.
+    images.labels[:ignored] = -100
     if mixed:
         # Here: no other run needs what it imports.
         from mixed import MixedImages
