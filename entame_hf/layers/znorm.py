@@ -160,7 +160,12 @@ class ZNormLeaf(nn.Module):
             self.znorm.unfold_next = self.bias is not None
             state_dict.update({f"{prefix}znorm.{name}": buffer for name, buffer in self.znorm.named_buffers()})
         elif not names.isdisjoint(state_dict):
+            # The state of a kept head before its first training batch, as a search for a learning rate restores it.
+            var, seen = (state_dict.get(f"{prefix}znorm.{name}") for name in ("var", "largest_batch"))
             self.znorm.unfold_next = False
+            if var is not None and seen is not None and not seen.is_meta and not seen.any():
+                is_identity = torch.equal(var, torch.full_like(var, 1 - self.znorm.eps))
+                self.znorm.unfold_next = is_identity and self.bias is not None
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

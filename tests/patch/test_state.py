@@ -286,3 +286,19 @@ def test_names_of_classes_are_in_the_order_of_their_numbers(keys):
     config = wrapped().config
     config.id2label = {keys(index): f"c{index}" for index in (11, 10, 2, 1, 0, 3, 4, 5, 6, 7, 8, 9)}
     assert class_names(config) == [f"c{index}" for index in range(12)]
+
+
+def test_a_kept_head_starts_again_from_its_first_state(tiny_vit):
+    model = apply_entame(tiny_vit, EntameConfig(init="keep")).train()
+    before = copy.deepcopy(model.state_dict())
+    images = torch.randn(16, 3, 32, 32)
+    first = model(images).logits
+    assert not model.classifier.znorm.unfold_next
+    # With the statistics of a batch, it is rewritten already.
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert not model.classifier.znorm.unfold_next
+    model.load_state_dict(before)
+    torch.testing.assert_close(model(images).logits, first)
+    drawn = apply_entame(fold_entame(model), num_labels=10).train()
+    drawn.load_state_dict(copy.deepcopy(drawn.state_dict()))
+    assert not drawn.classifier.znorm.unfold_next
