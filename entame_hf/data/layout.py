@@ -7,7 +7,7 @@ from collections import Counter
 
 from ..errors import InputError
 from .source import listed
-from .splits import TEST, TRAIN, UNLABELED, VALIDATION, kind_of, normal, split_kinds
+from .splits import TEST, TRAIN, UNLABELED, VALIDATION, find_parts, kind_of, normal, split_kinds
 from .tree import Folder
 
 CLASSES, SPLITS, CLASSES_OF_SPLITS = "CLASS", "SPLIT/CLASS", "CLASS/SPLIT"
@@ -82,6 +82,7 @@ def find_layout(root: Folder, layout: str, named: set[str]) -> tuple[str, dict[s
     if kinds:
         _refuse_classes_beside(root, inside, kinds)
     else:
+        _refuse_parts(root, inside)
         _refuse_repeated(root, inside)
         _refuse_splits_beside(root, inside)
     return CLASSES, {}
@@ -179,6 +180,18 @@ def _refuse_classes_inside(root: Folder) -> None:
                 f"{other} and {folder.name} are the classes, give `data_layout={CLASSES_OF_SPLITS}`."
             )
         seen |= dict.fromkeys(held - seen.keys(), folder.name)
+
+
+def _refuse_parts(root: Folder, inside: dict[str, Folder]) -> None:
+    """Refuse folders that are called as splits of others: cat, cat_test, dog, dog_test. One may be a class."""
+    parts = find_parts(inside)
+    if len(parts) > 1:
+        name, whole = next(iter(parts.items()))
+        raise InputError(
+            f"{listed(parts)} in {root.path} have names of splits of {listed(dict.fromkeys(parts.values()))}. If they "
+            f"are, move {name} to DATA_DIR/{kind_of(name)}/{whole} and {whole} to DATA_DIR/train/{whole}, and so on; "
+            f"if they are classes, give `data_layout={CLASSES}`."
+        )
 
 
 def _refuse_repeated(root: Folder, inside: dict[str, Folder]) -> None:

@@ -63,6 +63,13 @@ def split_kinds(names: Iterable[str]) -> dict[str, str]:
     }
 
 
+def find_parts(names: Iterable[str]) -> dict[str, str]:
+    """Find names that say a split of another one beside them, such as `cat_test` of `cat`."""
+    parsed = {name: _parse(name) for name in names}
+    wholes = {rest: name for name, (kind, rest) in parsed.items() if kind is None}
+    return {name: wholes[rest] for name, (kind, rest) in parsed.items() if kind and rest in wholes}
+
+
 def find_splits(names: Iterable[str], kind: str) -> list[str]:
     """Find the splits of a kind among a dataset's splits.
 

@@ -75,3 +75,18 @@ def test_a_split_may_hold_no_class_of_another_splits_name(tree):  # noqa: F811
 def test_a_class_that_all_splits_hold_is_one(tree, name):  # noqa: F811
     root = tree(*of("train val", f"cat {name}"))
     assert load_splits(data_dir=root).class_names == ["cat", name]
+
+
+@pytest.mark.parametrize("spelling", ["{}_test", "{} val", "test_{}", "{}-validation"])
+def test_folders_of_splits_of_others_are_no_classes(tree, spelling):  # noqa: F811
+    root = tree("cat", "dog", *map(spelling.format, ("cat", "dog")))
+    with pytest.raises(
+        InputError, match=r"have names of splits of cat, dog.*move .*DATA_DIR/(test|valid)"
+    ):
+        load_splits(data_dir=root)
+    assert len(load_splits(data_dir=root, data_layout="CLASS").class_names) == 4
+
+
+@pytest.mark.parametrize("name", ["cat_test", "pregnancy test"])
+def test_one_such_folder_may_be_a_class(tree, name):  # noqa: F811
+    assert load_splits(data_dir=tree("cat", "pregnancy", name)).class_names == sorted(["cat", "pregnancy", name])
