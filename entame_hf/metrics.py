@@ -204,13 +204,14 @@ class Evaluation(NamedTuple):
     """Hold what is known of the weights that a model holds, after the optimizer step `step`.
 
     `confusion` (M, M) counts examples, true classes by predicted ones, up to the last class that was seen: M ≤ C.
-    `test` are the metrics of test images, which chose nothing.
+    `split` is that of the images, where it is known; `test` are the metrics of test images, which chose nothing.
     """
 
     metrics: dict[str, float]
     step: int | None = None
     confusion: np.ndarray | None = None
     errors: ConfidentErrors | None = None
+    split: str | None = None
     test: dict[str, float] = {}  # noqa: RUF012
 
 

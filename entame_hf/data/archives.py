@@ -15,10 +15,13 @@ from pathlib import Path
 
 from ..errors import InputError
 from .cache import cache_folder
-from .tree import is_junk
+from .tree import TABLE_SUFFIXES, begins_as_image, is_junk, is_other, is_text, suffix_of
 
 # Photos hardly shrink in a zip file, drawings to a twentieth. What unpacks to more is refused unless it is small.
 _RATIO, _SMALL, _LIMIT = 100, 10**8, 10**11
+
+# Of these, two that differ are no accident.
+_TABLES = (*TABLE_SUFFIXES, ".csv", ".tsv", ".json", ".jsonl")
 
 # The handles of folders that this process uses: whoever uses a folder holds a shared lock on it.
 _used: dict[Path, int] = {}
@@ -118,7 +121,7 @@ def _extract(path: str, folder: str, max_unzipped_gb: float | None) -> None:
 
 
 def _choose_members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """Choose all files but those of systems, each by the name that it gets.
+    """Choose the files that a folder is read by, each by the name that it gets.
 
     Raises:
         zipfile.BadZipFile: two files of one name differ: one would replace the other.
@@ -126,14 +129,24 @@ def _choose_members(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     chosen: dict[str, zipfile.ZipInfo] = {}
     for member in archive.infolist():
         # As zipfile unpacks them.
-        parts = [part for part in _read_name(member).split("/") if part not in ("", ".", "..")]
-        if member.is_dir() or not parts or any(map(is_junk, parts)):
+        name = _read_name(member)
+        parts = [part for part in name.split("/") if part not in ("", ".", "..")]
+        if name.endswith("/") or not parts or any(map(is_junk, parts)) or not _is_read(archive, member, parts[-1]):
             continue
         member.filename = "/".join(parts)
         known = chosen.setdefault(member.filename, member)
-        if (known.CRC, known.file_size) != (member.CRC, member.file_size):
+        is_table = suffix_of(parts[-1]) in _TABLES
+        if (known.CRC, known.file_size) != (member.CRC, member.file_size) and (is_table or not is_text(parts[-1])):
             raise zipfile.BadZipFile(f"it holds two different files {member.filename}")
     return [*chosen.values()]
+
+
+def _is_read(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> bool:
+    """Tell whether a folder is read by a file of this name: images, tables, text, and zip files of splits."""
+    if not is_other(name) or is_text(name) or suffix_of(name) in (*TABLE_SUFFIXES, ".zip"):
+        return True
+    with archive.open(member) as file:
+        return begins_as_image(file)
 
 
 def _read_name(member: zipfile.ZipInfo) -> str:

@@ -130,7 +130,8 @@ def _classes(folders: list[Folder], source: Source | None) -> Classes:
         layout = source.layout.removeprefix("DATA_DIR/")
         refuse_repeated_classes(folders, layout)
         refuse_folders_of_all_images(folders, layout)
-        refuse_splits_in_classes(folders, layout)
+        if layout == CLASSES:
+            refuse_splits_in_classes(folders, layout)
     for folder in folders:
         if source and split_kinds([folder.name]).get(folder.name) == UNLABELED:
             source.leave_out(folder.images(), folder.name, "no labels", folder.path)

@@ -221,20 +221,27 @@ def refuse_repeated_classes(folders: list[Folder], layout: str) -> None:
 
 
 def refuse_splits_in_classes(folders: list[Folder], layout: str) -> None:
-    """Refuse splits in a class folder, whose images would be trained on: cat/test beside the images of cat."""
+    """Refuse splits in class folders, whose images would be trained on: cat/test beside the images of cat.
+
+    A folder of such a name may hold images of the class as others do: one that lies among other folders, in one class.
+    """
+    held = {folder.name: split_kinds(inside.name for inside in folder.filled) for folder in folders}
+    counts = Counter(name for kinds in held.values() for name in kinds)
     for folder in folders:
-        for inside in folder.walk():
-            if inside is not folder and split_kinds([inside.name]).get(inside.name) in (TRAIN, VALIDATION, TEST):
+        kinds = held[folder.name]
+        for name, kind in kinds.items():
+            is_split = folder.files or counts[name] > 1 or len(set(kinds.values())) > 1
+            if kind in (VALIDATION, TEST) and is_split:
                 raise InputError(
-                    f"{inside.path} lies in the class folder {folder.name!r} and has the name of a split. If it is "
-                    f"one, move its images to DATA_DIR/{inside.name}/{folder.name}; if they are images of the class "
-                    f"as all others, give `data_layout={layout}`."
+                    f"{os.path.join(folder.path, name)} lies in the class folder {folder.name!r} and has the name of "
+                    f"a split. If it is one, move its images to DATA_DIR/{name}/{folder.name}; if they are images of "
+                    f"the class as all others, give `data_layout={layout}`."
                 )
 
 
 def refuse_splits_as_classes(classes: dict[str, set[str]], path: str) -> None:
     """Refuse a class of one split alone that has the name of another: train/test."""
-    for split, names in classes.items():
+    for split, names in classes.items() if len(classes) > 1 else ():
         others = {name for other, held in classes.items() if other != split for name in held}
         for name in sorted(names - others):
             if split_kinds([name]).get(name) in (VALIDATION, TEST):

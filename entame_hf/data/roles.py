@@ -70,20 +70,22 @@ def _check_column(source: Source, own: str, column: str, chosen: dict[str, Any],
     names, shown = [*chosen], source.split_column or column
     strangers = [name for name in names if name not in split_kinds(names)]
     train, other, *_ = sorted(names, key=lambda name: -int(chosen[name].sum()))
+    beside = [name for name in source.splits if name != own]
     if strangers and not named & set(names):
         unused = "" if own in names else f"; if they are no splits, give `train_split={own}`"
+        use = f"name those that you use: `train_split={train}` `eval_split={other}`{unused}"
+        if beside:
+            use = f"name the splits as they are: `train_split={own}` `eval_split={beside[0]}`"
         raise InputError(
             f"Column {shown!r} holds {listed(map(repr, names))}, and no split is called "
-            f"{listed(map(repr, strangers))}. Give each row train, validation or test, or name those that you use: "
-            f"`train_split={train}` `eval_split={other}`{unused}."
+            f"{listed(map(repr, strangers))}. Give each row train, validation or test, or {use}."
         )
-    beside = [name for name in source.splits if name != own]
-    twice = [name for name in names if kind_of(name) in {kind_of(each) for each in beside}]
-    if twice:
-        raise InputError(
-            f"Column {shown!r} of {own} holds rows of {twice[0]!r}, and there is a split {beside[0]!r} beside it. "
-            f"Move these rows there, or name the splits as they are: `train_split={own}` `eval_split={beside[0]}`."
-        )
+    for name in names:
+        if twice := [each for each in beside if kind_of(each) == kind_of(name)]:
+            raise InputError(
+                f"Column {shown!r} of {own} holds rows of {name!r}, and there is a split {twice[0]!r} beside it. Move "
+                f"these rows there, or name the splits as they are: `train_split={own}` `eval_split={twice[0]}`."
+            )
 
 
 def choose_roles(source: Source, train_split: str | None, eval_split: str | None) -> dict[str, str]:

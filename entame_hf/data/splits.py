@@ -12,8 +12,8 @@ TRAIN, VALIDATION, TEST, UNLABELED = "train", "validation", "test", "unlabeled"
 
 # A column that says which split a row belongs to.
 SPLIT_COLUMN = "split"
-# Of more values, those that name splits are among names of another kind.
-_MOST_VALUES = 20
+# What others call it.
+_SPLIT_COLUMNS = frozenset({"split", "splits", "set", "subset", "partition", "usage", "fold", "phase"})
 _WORDS = {
     TRAIN: "train training trn",
     VALIDATION: "validation val valid validate validating dev devel development eval evaluation holdout heldout",
@@ -94,10 +94,10 @@ def choose_split(names: Iterable[str], kind: str, parameter: str) -> str | None:
 
 
 def find_split_column(columns: Collection[str], values_of: Callable[[str], Collection[str]]) -> str | None:
-    """Find the column that says which split a row is in: "split", "is_valid", or one whose values name splits.
+    """Find the column that says which split a row is in: "split", "is_valid", or one whose values all name splits.
 
-    The last has train and another split, all its values or few others beside them, and is not called "label" or
-    "labels", where these may be classes. `values_of` gives the different values of a column.
+    The last has train and another split, and is not called "label" or "labels", where these may be classes. A column
+    that is called "usage", "subset" or the like may have other values too. `values_of` gives the different ones.
     """
     own = next((name for name in columns if name.casefold() == SPLIT_COLUMN), None)
     own = own or next((name for name in columns if kind_of(name) and _parse(name)[1] == {"is"}), None)
@@ -105,7 +105,7 @@ def find_split_column(columns: Collection[str], values_of: Callable[[str], Colle
         return own
     values = {name: values_of(name) for name in columns if name not in ("label", "labels")}
     whole = (name for name, found in values.items() if _are_splits(found))
-    return next(whole, None) or next((name for name, found in values.items() if _hold_splits(found)), None)
+    return next(whole, None) or next((name for name, found in values.items() if _hold_splits(name, found)), None)
 
 
 def _are_splits(names: Collection[str]) -> bool:
@@ -114,8 +114,10 @@ def _are_splits(names: Collection[str]) -> bool:
     return len(kinds) == len(names) and TRAIN in kinds.values() and len(set(kinds.values())) > 1
 
 
-def _hold_splits(names: Collection[str]) -> bool:
-    kinds = set(split_kinds(names).values()) if len(names) <= _MOST_VALUES else set()
+def _hold_splits(column: str, names: Collection[str]) -> bool:
+    if not _SPLIT_COLUMNS & set(re.split(r"[\W_]+", column.casefold())):
+        return False
+    kinds = {kind_of(name) for name in names}
     return TRAIN in kinds and bool(kinds & {VALIDATION, TEST})
 
 

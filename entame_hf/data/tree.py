@@ -24,6 +24,15 @@ _OTHER = re.compile(
     re.IGNORECASE,
 )
 
+# Folders that lie beside those of the images, if they hold nothing but text.
+_BESIDE_IMAGES = frozenset({"annotations", "code", "docs", "imagesets", "info", "labels", "lists", "meta", "metadata"})
+# Of the other files, text.
+_TEXT = re.compile(
+    r"readme|licen[sc]e|copying|makefile|(md5|sha256)sums|.*\.("
+    r"txt|md|rst|[ct]sv|json|jsonl|ndjson|xml|html?|css|js|ya?ml|toml|ini|cfg|log|lock|py|ipynb|sh|bat|m|r|c|cpp|h)",
+    re.IGNORECASE,
+)
+
 _IMAGE = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp(hei|hev|mif1|msf1|avif)|\xff\x0a|\0\0\0\x0cJXL ",
     re.DOTALL,
@@ -94,6 +103,11 @@ def is_other(name: str) -> bool:
     return is_junk(name) or bool(_OTHER.fullmatch(name))
 
 
+def is_text(name: str) -> bool:
+    """Tell whether a file's name says that it is text, such as a table, an annotation or a program."""
+    return bool(_TEXT.fullmatch(name))
+
+
 def begins_as_image(file: IO[bytes]) -> bool:
     """Tell whether a file's first bytes are those of an image."""
     return bool(_IMAGE.match(file.read(16)))
@@ -120,7 +134,7 @@ def _scan(path: str, above: frozenset[tuple[int, int]], unzip: Callable[[str], s
         if entry.is_dir():
             below = os.stat(entry.path) if entry.is_symlink() else entry.stat()
             if (below.st_dev, below.st_ino) not in above:
-                folder.folders.append(_scan(entry.path, above, unzip))
+                _add(folder, _scan(entry.path, above, unzip))
         elif unzip and suffix_of(entry.name) == ".zip":
             unpacked = _scan(unzip(entry.path), above, unzip)
             unpacked.name = entry.name[: -len(".zip")]
@@ -133,6 +147,16 @@ def _scan(path: str, above: frozenset[tuple[int, int]], unzip: Callable[[str], s
             folder.files.append(entry.path)
     folder.count = len(folder.files) + sum(inside.count for inside in folder.folders)
     return folder
+
+
+def _add(folder: Folder, inside: Folder) -> None:
+    """Add a folder to the one that it lies in; of one that is beside the images by its name and files, the files."""
+    holds_text = not (inside.folders or inside.files or inside.metadata)
+    holds_text = holds_text and all(is_text(os.path.basename(path)) for path in inside.others)
+    if holds_text and inside.others and inside.name.casefold() in _BESIDE_IMAGES:
+        folder.others += inside.others
+    else:
+        folder.folders.append(inside)
 
 
 def _begins_as_image(entry: os.DirEntry[str]) -> bool:

@@ -36,9 +36,8 @@ class CardFacts:
     # The model's class, or timm's name for it.
     architecture: str
     class_names: list[str]
-    # Of the weights beside the card, on the images of a split.
+    # Of the weights beside the card.
     evaluation: Evaluation
-    split: str | None = None
     # The model's id on the Hub; None for the folder that holds the card.
     repository: str | None = None
     # "transformers", "timm" (both libraries load it), or None for neither.
@@ -148,7 +147,7 @@ def _results(facts: CardFacts) -> dict[str, Any]:
     # Test images come first: the others may have chosen the checkpoint.
     known = [
         (split, kind, name, value)
-        for split, metrics in (("test", facts.evaluation.test), (facts.split, facts.evaluation.metrics))
+        for split, metrics in (("test", facts.evaluation.test), (facts.evaluation.split, facts.evaluation.metrics))
         for name, value in metrics.items()
         for kind in METRIC_TAGS
         # The Hub refuses numbers that JSON does not have.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..errors import InputError
+from ..heads import Head, num_classes
 from ..metrics import (
     IGNORED_LABEL,
     PREFIX,
@@ -128,14 +129,21 @@ class Evaluations(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        # Whether the training images are evaluated now; and the entries of the log that are about them.
+        # Whether the training images are evaluated now, or which split; and the entries of the log about the former.
         self.is_of_training = False
+        self.split: str | None = None
         self._of_training: set[int] = set()
         self._observed: dict[int, dict[str, Any]] = {}
         # The best checkpoint's, if the model holds its weights.
         self.loaded_step: int | None = None
 
-    def observe(self, output: EvalLoopOutput, state: TrainerState, classes: int) -> None:
+    def begin(self, trainer: Any, dataset: Any, given: Any) -> None:
+        """Note what is evaluated next; `given` to the evaluation, if it is none of the trainer's own."""
+        sets = trainer.eval_dataset
+        self.is_of_training = given is not None and trainer.train_dataset is given is not sets
+        self.split = None if isinstance(sets, dict) else getattr(dataset, "name", None)
+
+    def observe(self, output: EvalLoopOutput, state: TrainerState, heads: Callable[[], list[Head]]) -> None:
         """Count the predictions of an evaluation by class, and find the errors that the model is most confident of."""
         if self.is_of_training:
             return
@@ -143,12 +151,17 @@ class Evaluations(TrainerCallback):
         self._observed = {step: seen for step, seen in self._observed.items() if step == state.best_global_step != now}
         predictions, labels = output.predictions, label_indices(output.label_ids)
         first = predictions[0] if isinstance(predictions, tuple) and predictions else predictions
-        if not isinstance(first, np.ndarray) or labels is None or (first.ndim == 2 and first.shape[1] != classes):
+        self._observed[now] = {"split": self.split}
+        if not isinstance(first, np.ndarray) or labels is None:
             return
+        # Of a model without a known head, rows of any length may be logits.
+        with suppress(InputError):
+            if first.ndim == 2 and first.shape[1] != num_classes(heads()[0].module):
+                return
         predicted, _ = classes_and_confidence(predictions)
         if predicted.shape != labels.shape or labels.dtype.kind + predicted.dtype.kind != "ii":
             return
-        self._observed[now] = {"errors": confident_errors(predictions, labels)}
+        self._observed[now]["errors"] = confident_errors(predictions, labels)
         counted = labels >= 0
         labels, predicted = labels[counted].astype(np.int64), predicted[counted].astype(np.int64)
         seen = 1 + max(labels.max(initial=-1), predicted.max(initial=-1))

@@ -139,7 +139,6 @@ def card_facts(
         architecture=model.config.architecture if timm else type(model).__name__,
         class_names=class_names(model.config) if library else [str(index) for index in range(classes)],
         evaluation=_padded(trainer.evaluations.current(trainer.state), classes),
-        split=getattr(trainer.eval_dataset, "name", None),
         repository=repository,
         library_name="timm" if timm else library,
         # A timm model's config says how its images are prepared.

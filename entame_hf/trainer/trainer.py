@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from ..config import EntameConfig
 from ..data import BatchDataset, for_evaluation, holds_batches
 from ..files import explained_write_errors, write_file
-from ..heads import TIMM_PREFIX, Head, find_heads, num_classes
+from ..heads import TIMM_PREFIX, Head, find_heads
 from ..patch import as_transformers
 from ..training_args import EntameTrainingArguments, HeadArguments
 from .callbacks import FiniteCheck, PerRankSeedCallback, TrainedHeadCallback, UnusedCheck, hide_energies
@@ -231,7 +231,7 @@ class EntameTrainer(Trainer):
         sets: Any = self.eval_dataset
         dataset = sets if eval_dataset is None else eval_dataset
         dataset = sets[dataset] if isinstance(dataset, str) else dataset
-        self.evaluations.is_of_training = eval_dataset is not None and self.train_dataset is eval_dataset is not sets
+        self.evaluations.begin(self, dataset, eval_dataset)
         if holds_batches(dataset):
             return self.get_test_dataloader(dataset)
         with temporarily(self.args, dataloader_drop_last=False):
@@ -335,7 +335,7 @@ class EntameTrainer(Trainer):
         output = sums.correct(output, f"{metric_key_prefix}_loss", self.accelerator)
         output.metrics.update(plain_numbers(output.metrics))
         if metric_key_prefix == "eval" and self.is_world_process_zero():
-            self.evaluations.observe(output, self.state, num_classes(self.heads()[0].module))
+            self.evaluations.observe(output, self.state, self.heads)
         return output
 
     # Padding examples of the last batch stay out of the loss. Predictions are padded again before they are gathered,

@@ -105,3 +105,38 @@ def test_files_of_systems_stay_inside(tmp_path):
     splits = load_splits(data_dir=archive(tmp_path / "mac.zip", files))
     assert splits.class_names == ["cat", "dog"]
     assert len(splits.train) + len(splits.validation) == 16
+
+
+@pytest.mark.parametrize("name", ["annotations/a.xml", "code/train.py", "docs/readme", "Meta/a.txt"])
+def test_a_folder_beside_the_images_is_no_class(tmp_path, name):
+    path = archive(tmp_path / "photos.zip", parts("cat dog") | {name: "text"})
+    for root in (unpacked(path), path):
+        splits = load_splits(data_dir=root)
+        assert splits.class_names == ["cat", "dog"]
+        assert "1 file of other types ignored" in splits.describe()
+
+
+def test_a_class_without_images_is_refused(tmp_path):
+    path = archive(tmp_path / "photos.zip", parts("cat dog") | {"bird/notes.txt": "text"})
+    for root in (unpacked(path), path):
+        with pytest.raises(InputError, match=r"Class folder 'bird' .*has no image to train on"):
+            load_splits(data_dir=root)
+
+
+@pytest.mark.parametrize("name", ["labels.h5", "weights.pth", "video.mp4"])
+def test_what_is_never_read_takes_no_room(tmp_path, name):
+    path = archive(tmp_path / "photos.zip", parts("cat dog") | {name: "x"})
+    load_splits(data_dir=path)
+    assert not [*tmp_path.glob(f"cache/**/{name}")]
+
+
+def test_two_texts_of_one_name_are_no_matter(tmp_path):
+    with zipfile.ZipFile(tmp_path / "twice.zip", "w") as opened:
+        for name, data in [*parts("cat dog").items(), ("readme.txt", "a"), ("readme.txt", "b")]:
+            opened.writestr(name, data)
+    assert load_splits(data_dir=str(tmp_path / "twice.zip")).class_names == ["cat", "dog"]
+
+
+def test_folders_of_windows_have_entries_of_their_own(tmp_path):
+    files = {"cat\\": b"", "dog\\": b""} | {name.replace("/", "\\"): data for name, data in parts("cat dog").items()}
+    assert load_splits(data_dir=archive(tmp_path / "windows.zip", files)).class_names == ["cat", "dog"]

@@ -49,8 +49,9 @@ def test_a_stray_file_makes_no_class_of_a_copy(tree, stray):  # noqa: F811
     [
         (["cat", "dog", "cat/test", "dog/test"], "cat/test"),
         (["cat", "dog", "cat/val", "dog/val"], "cat/val"),
-        (["cat", "dog", "dog/2020/validation"], "dog/2020/validation"),
-        ([*of("train val", "cat dog"), "train/cat/test"], "train/cat/test"),
+        (["cat", "dog", "dog/validation"], "dog/validation"),
+        (["cat/new", "cat/test", "dog/old", "dog/test"], "cat/test"),
+        (["cat/val", "cat/test", "dog"], "cat/test"),
     ],
 )
 def test_splits_in_class_folders_are_not_trained_on(tree, folders, inside):  # noqa: F811
@@ -59,9 +60,23 @@ def test_splits_in_class_folders_are_not_trained_on(tree, folders, inside):  # n
         InputError, match=f"{re.escape(inside)} lies in the class folder .* name of a split"
     ) as refused:
         load_splits(data_dir=root)
-    layout = re.search(r"`data_layout=([A-Z/]+)`", str(refused.value))[1]
-    splits = load_splits(data_dir=root, data_layout=layout)
+    assert "`data_layout=CLASS`" in str(refused.value)
+    splits = load_splits(data_dir=root, data_layout="CLASS")
     assert splits.class_names == ["cat", "dog"]
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["vehicle/car", "vehicle/train", "tree/oak", "tree/pine"], ["tree", "vehicle"]),
+        (["rice/development", "rice/mature", "wheat"], ["rice", "wheat"]),
+        (["benign/adenosis/test 1", "malignant/lobular/test 2"], ["benign", "malignant"]),
+        ([f"{split}/{name}" for split in ("train", "test") for name in ("road/train", "road/bus", "tree/oak")], None),
+        (["train/valid", "train/invalid"], ["invalid", "valid"]),
+    ],
+)
+def test_folders_of_such_names_may_be_of_a_class(tree, folders, names):  # noqa: F811
+    assert load_splits(data_dir=tree(*folders)).class_names == (names or ["road", "tree"])
 
 
 def test_a_split_may_hold_no_class_of_another_splits_name(tree):  # noqa: F811
@@ -80,9 +95,7 @@ def test_a_class_that_all_splits_hold_is_one(tree, name):  # noqa: F811
 @pytest.mark.parametrize("spelling", ["{}_test", "{} val", "test_{}", "{}-validation"])
 def test_folders_of_splits_of_others_are_no_classes(tree, spelling):  # noqa: F811
     root = tree("cat", "dog", *map(spelling.format, ("cat", "dog")))
-    with pytest.raises(
-        InputError, match=r"have names of splits of cat, dog.*move .*DATA_DIR/(test|valid)"
-    ):
+    with pytest.raises(InputError, match=r"have names of splits of cat, dog.*move .*DATA_DIR/(test|valid)"):
         load_splits(data_dir=root)
     assert len(load_splits(data_dir=root, data_layout="CLASS").class_names) == 4
 

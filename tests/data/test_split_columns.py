@@ -50,15 +50,20 @@ def test_a_column_of_splits_and_other_values_is_refused(column, odd):
     assert sizes(split_dataset(table(values, column), train_split="train", eval_split="validation")) == (8, 8, None)
 
 
-@pytest.mark.parametrize("values", [["train", "car"] * 8, ["train", "bus", "test"] * 6])
-def test_names_of_classes_are_no_splits_without_two_of_them(values):
-    rows = table(values[:16], "kind")
-    if "test" in values:
-        with pytest.raises(InputError, match="Column 'kind' holds"):
-            split_dataset(rows)
-        assert sum(sizes(split_dataset(rows, train_split="train"))[:2]) > 0
-    else:
-        assert sum(sizes(split_dataset(rows))[:2]) == 16
+@pytest.mark.parametrize("values", [["train", "car"], ["train", "bus", "test", "web"], ["exam", "train", "test"]])
+@pytest.mark.parametrize("column", ["kind", "source", "activity"])
+def test_a_column_of_another_name_with_other_values_is_none(values, column):
+    rows = table((values * 16)[:16], column)
+    assert sum(sizes(split_dataset(rows))[:2]) == 16
+    assert sum(sizes(split_dataset(rows, train_split="train"))[:2]) == 16
+
+
+@pytest.mark.parametrize("column", ["Usage", "data_set", "partition"])
+def test_splits_of_a_usage_are_named(column):
+    rows = table(["Training"] * 8 + ["PublicTest"] * 4 + ["PrivateTest"] * 4, column)
+    with pytest.raises(InputError, match=f"Column '{column}' holds .*`train_split=Training` `eval_split=P"):
+        split_dataset(rows)
+    assert sizes(split_dataset(rows, train_split="Training", eval_split="PublicTest")) == (8, 4, 4)
 
 
 def test_a_stream_says_that_it_follows_no_column(tmp_path):

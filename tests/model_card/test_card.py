@@ -125,8 +125,10 @@ def test_images_that_pipeline_reads_otherwise_are_told(converts):
 
 
 def test_test_images_come_first_and_the_split_is_named():
-    evaluation = Evaluation({"accuracy": 1.0, "loss": 0.1}, 3, np.eye(2, dtype=int) * 9, test={"accuracy": 0.25})
-    text = render_card(facts(["a", "b"], evaluation=evaluation, split="validation"))
+    evaluation = Evaluation(
+        {"accuracy": 1.0, "loss": 0.1}, 3, np.eye(2, dtype=int) * 9, None, "validation", {"accuracy": 0.25}
+    )
+    text = render_card(facts(["a", "b"], evaluation=evaluation))
     assert "Evaluated on 18 validation images, after optimizer step 3. Test images chose nothing:" in text
     assert "| metric | test | validation |\n| --- | --- | --- |\n| accuracy | 0.25 | 1 |\n| loss |  | 0.1 |" in text
     assert "What follows is about the validation images." in text

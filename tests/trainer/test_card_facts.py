@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,7 +170,8 @@ def test_confusion_counts_what_has_a_label(tmp_path, tiny_vit, logits):
     trainer = trainer_of(tmp_path, tiny_vit)
     predictions = np.array([0, 2, 2, 1])
     output = EvalLoopOutput(np.eye(3)[predictions] if logits else predictions, np.array([0, 2, 1, -100]), {}, 4)
-    trainer.evaluations.observe(output, trainer.state, 3)
+    head = SimpleNamespace(module=nn.Linear(1, 3))
+    trainer.evaluations.observe(output, trainer.state, lambda: [head])
     trainer.log({"eval_accuracy": 2 / 3})
     assert trainer.evaluations.current(trainer.state).confusion.tolist() == [[1, 0, 0], [0, 0, 1], [0, 0, 1]]
 

@@ -40,3 +40,13 @@ def test_only_what_is_known_of_predictions_is_told(tmp_path, tiny_vit, reduce):
         logits = torch.from_numpy(Trainer(tiny_vit, args, eval_dataset=None).predict(RandomImages(20)).predictions)
         largest = logits.softmax(-1).max(-1).values
         assert known.errors.confidence == pytest.approx(largest[known.errors.indices], rel=1e-4)
+
+
+def test_a_card_names_the_split_that_was_evaluated(tmp_path, tiny_vit):
+    args = EntameTrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True)
+    images, other = RandomImages(20), RandomImages(20, seed=1)
+    images.name, other.name = "validation", "test"
+    trainer = EntameTrainer(tiny_vit, args, eval_dataset=images, compute_metrics=lambda prediction: {})
+    for dataset, split in ((None, "validation"), (other, "test"), (images, "validation"), (RandomImages(9), None)):
+        trainer.evaluate(dataset)
+        assert trainer.evaluations.current(trainer.state).split == split
