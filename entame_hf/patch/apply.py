@@ -101,7 +101,7 @@ def apply_entame(
         )
     for head in heads:
         _check(model, head, config, num_labels)
-    loaded = loaded_heads(model)
+    loaded = loaded_heads(model, heads)
     trained = {head.path for head in heads if has_learned(head.module) or is_saved_head(base, head.module)} | {*loaded}
     if num_labels is None:
         _check_labels(base, heads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -17,7 +17,7 @@ from ..layers import ZNormLeaf
 from .fold import folded, stock_state_dict
 from .freezing import unsaved_batch_norms
 from .gathering import is_sharded, reshard
-from .state import TIMM_NOTE, check_learns, differs_from_checkpoint, stop_check, without_note
+from .state import adaptation_note, check_learns, differs_from_checkpoint, stop_check, without_notes
 
 
 def patch_save_pretrained(model: nn.Module) -> None:
@@ -143,10 +143,13 @@ def pretrained_cfg(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @contextmanager
-def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Iterator[None]:
+def shareable_config(
+    model: nn.Module, adaptation: dict[str, Any] | None, head_weights: Iterable[Tensor] = ()
+) -> Iterator[None]:
     """Complete a model's config for saving: what was done to the model, and what timm and transformers both read.
 
-    Models may share one config object, so it is restored afterwards. Only a `PreTrainedModel` has one.
+    `head_weights` are those that are saved. Models may share one config object, so it is restored afterwards. Only a
+    `PreTrainedModel` has one.
     """
     if not isinstance(model, PreTrainedModel):
         yield
@@ -164,9 +167,9 @@ def shareable_config(model: nn.Module, adaptation: dict[str, Any] | None) -> Ite
         # The local path that timm read the weights from is private.
         private = ("file", "source")
         described = {k: v for k, v in pretrained_cfg(model).items() if k not in private}
-        is_adapted = "entame" in {**vars(model.config), **changes}
-        notes = [*(without_note(described.pop("notes", None)) or ()), *([TIMM_NOTE] if is_adapted else ())]
-        changes["pretrained_cfg"] = described | ({"notes": notes} if notes else {})
+        if adaptation is not None:
+            described["notes"] = [*without_notes(described.get("notes")), *map(adaptation_note, head_weights)]
+        changes["pretrained_cfg"] = described
     values = vars(model.config)
     before = {name: values[name] for name in changes if name in values}
     values.update(changes)

@@ -26,6 +26,8 @@ the saved config, and a note in timm's part of it.
 
 from __future__ import annotations
 
+import hashlib
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
@@ -38,13 +40,13 @@ from transformers.utils import logging
 
 from ..config import EntameConfig
 from ..errors import InputError
-from ..heads import Leaf, base_model, find_heads, leaves, num_classes, timm_model
+from ..heads import Head, Leaf, base_model, find_heads, has_adapters, leaves, num_classes, timm_model
 from ..layers import ZNormLeaf
 
 logger = logging.get_logger(__name__)
 
 # In the config of a saved timm model, where timm's own loaders read it.
-TIMM_NOTE = "adapted with ENTAME"
+_NOTE = "adapted with ENTAME, head"
 
 
 def set_config(leaf: Leaf, config: EntameConfig) -> None:
@@ -193,7 +195,11 @@ def has_trained_head(model: nn.Module) -> bool:
     """Check whether a head was trained with ENTAME, in this process or before the model was saved."""
     base = base_model(model)
     found = [leaf for _, leaf in leaves(model)]
-    return any(has_learned(leaf) or is_saved_head(base, leaf) for leaf in found) or bool(loaded_heads(model))
+    if any(has_learned(leaf) or is_saved_head(base, leaf) for leaf in found):
+        return True
+    with suppress(InputError):
+        return has_adapters(model) and bool(loaded_heads(model, find_heads(model)))
+    return False
 
 
 def is_saved_head(model: nn.Module, leaf: Leaf) -> bool:
@@ -203,10 +209,10 @@ def is_saved_head(model: nn.Module, leaf: Leaf) -> bool:
     head that is put in its place later has no such note.
     """
     saved = getattr(model.config, "entame", None) if isinstance(model, PreTrainedModel) else None
-    described = timm.pretrained_cfg if saved is None and (timm := timm_model(model)) is not None else {}
-    if TIMM_NOTE in (described.get("notes") or ()):
+    notes = (getattr(timm_model(model), "pretrained_cfg", None) or {}).get("notes") or ()
+    if saved is None and any(str(note).startswith(_NOTE) for note in notes):
         # timm's loaders read no more than this of a saved config.
-        return head_config(leaf) is None and described.get("num_classes") == num_classes(leaf)
+        return head_config(leaf) is None and adaptation_note(leaf.weight) in notes
     if saved is None or not vars(leaf).get("_is_hf_initialized", False) or vars(leaf).get("entame_trained") is False:
         return False
     if not isinstance(saved, dict) or "num_labels" not in saved:
@@ -218,13 +224,13 @@ def is_saved_head(model: nn.Module, leaf: Leaf) -> bool:
     return saved["num_labels"] == num_classes(leaf) and (config is None or config.init == "keep")
 
 
-def loaded_heads(model: nn.Module) -> list[str]:
-    """List the heads of adapters that differ from what peft made them of, and that ENTAME has not drawn since.
+def loaded_heads(model: nn.Module, heads: list[Head]) -> list[str]:
+    """List which heads are an adapter's, differ from what peft made them of, and were not drawn by ENTAME since.
 
     `PeftModel.from_pretrained` loads them over copies of the base model's head.
     """
     found = []
-    for path, leaf in leaves(model):
+    for path, leaf in ((head.path, head.module) for head in heads):
         before, _, after = path.partition(".modules_to_save.")
         if not after or head_config(leaf) is not None or vars(leaf).get("entame_trained") is False:
             continue
@@ -244,13 +250,20 @@ def clear_entame_state(model: nn.Module) -> None:
     base = base_model(model)
     if isinstance(base, PreTrainedModel) and hasattr(base.config, "entame"):
         del base.config.entame
-    if (timm := timm_model(base)) is not None:
-        timm.pretrained_cfg["notes"] = without_note(timm.pretrained_cfg.get("notes"))
 
 
-def without_note(notes: Any) -> list[str] | None:
-    """Give timm's notes on a model without that of its adaptation."""
-    return [note for note in notes or () if note != TIMM_NOTE] or None
+def adaptation_note(weight: torch.Tensor) -> str:
+    """Write timm's note on a model whose head has this weight: another head in its place is new.
+
+    The same number in float32 and in bfloat16 gives the same note.
+    """
+    values = weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy()
+    return f"{_NOTE} {hashlib.blake2b(values.tobytes(), digest_size=6).hexdigest()}"
+
+
+def without_notes(notes: Any) -> list[str]:
+    """Give timm's notes on a model without those of its adaptation."""
+    return [note for note in notes or () if not str(note).startswith(_NOTE)]
 
 
 # Reading what is installed takes a twentieth of the time that saving a ViT-B takes.

@@ -50,11 +50,13 @@ def save_trained(trainer: Any, folder: Path, state_dict: dict[str, Tensor] | Non
     if dtype != "float32":
         buffers = {name.removeprefix(TIMM_PREFIX) for name, _ in base_model(model).named_buffers()}
         stock, dtype = _in_half_precision(stock, buffers, dtype)
+    paths = [f"{head.path.removeprefix(TIMM_PREFIX)}.weight" for head in trainer.heads()]
+    heads = [stock[path] for path in paths if path in stock]
     processor = trainer.processing_class
     # timm's writes nothing but a warning: it is kept in config.json.
     in_config = isinstance(processor, TimmWrapperImageProcessor)
     with written_beside(folder) as draft:
-        with shareable_config(trainer.model, record):
+        with shareable_config(trainer.model, record, heads):
             if in_config and isinstance(trainer.model, PreTrainedModel) and timm_model(trainer.model) is not None:
                 described = trainer.model.config
                 described.pretrained_cfg = update_pretrained_cfg(described.pretrained_cfg, processor)

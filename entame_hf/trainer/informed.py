@@ -164,13 +164,12 @@ class HeadFitter(TrainerCallback):
             leaf.znorm.var.copy_(var)
 
     def _weights(self) -> list[float]:
-        """Give the sum of the norms of the parameters that each process holds."""
+        """Give a number that the parameters of each process decide: the sum of their norms and sums."""
         held = (each.to_local() if isinstance(each, DTensor) else each for each in self.trainer.model.parameters())
-        norms = [torch.linalg.vector_norm(widen(each.detach())).double() for each in held if each.numel()]
         # Of each device that holds parameters, one number.
         totals: dict[torch.device, Any] = defaultdict(float)
-        for norm in norms:
-            totals[norm.device] += norm
+        for each in (widen(each.detach()) for each in held if each.numel()):
+            totals[each.device] += torch.linalg.vector_norm(each).double() + each.sum().double()
         return gather_object([sum(map(float, totals.values()))])
 
 

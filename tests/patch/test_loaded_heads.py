@@ -53,16 +53,35 @@ def test_other_classes_of_timm_are_new(timm_folder):
     apply_entame(model)
 
 
-def test_the_note_leaves_with_the_adaptation(timm_folder, tmp_path):
+def notes_of(folder) -> list[str]:
+    return json.loads((folder / "config.json").read_text())["pretrained_cfg"]["notes"]
+
+
+def test_a_note_is_about_one_head(timm_folder, tmp_path):
+    (first,) = notes_of(timm_folder)
     model = timm.create_model(f"local-dir:{timm_folder}", pretrained=True)
-    train(tmp_path / "kept", model, entame_method="keep").save_model()
-    notes = json.loads((tmp_path / "kept" / "config.json").read_text())["pretrained_cfg"].get("notes")
-    assert notes == ["adapted with ENTAME"]
-    plain = timm.create_model("test_resnet", num_classes=10)
-    plain.pretrained_cfg["notes"] = ["mine", "adapted with ENTAME"]
-    train(tmp_path / "new", apply_entame(plain, num_labels=10)).save_model()
-    notes = json.loads((tmp_path / "new" / "config.json").read_text())["pretrained_cfg"]["notes"]
-    assert notes == ["mine", "adapted with ENTAME"]
+    model.pretrained_cfg["notes"] = ["mine", *model.pretrained_cfg["notes"]]
+    train(tmp_path, model, entame_method="keep", learning_rate=1e-2, save_dtype="bfloat16").save_model()
+    mine, second = notes_of(tmp_path)
+    assert (mine, first.rpartition(" ")[0]) == ("mine", second.rpartition(" ")[0])
+    assert first != second
+    # Saved in bfloat16, and loaded in float32.
+    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert has_trained_head(loaded)
+
+
+@pytest.mark.parametrize("replace", ["weights", "reset", "module", "stock"])
+def test_another_head_of_as_many_classes_is_new(timm_folder, replace):
+    options = {"pretrained": replace != "weights"}
+    model = timm.create_model(f"local-dir:{timm_folder}", **options)
+    if replace == "reset":
+        model.reset_classifier(10)
+    elif replace == "module":
+        model.fc = torch.nn.Linear(model.fc.in_features, 10)
+    elif replace == "stock":
+        model.load_state_dict(timm.create_model("test_resnet", num_classes=10).state_dict())
+    assert not has_trained_head(model)
+    assert apply_entame(model).fc.weight.std() < 1e-5
 
 
 @pytest.mark.parametrize("kinds", [(Trainer, TrainingArguments), (EntameTrainer, EntameTrainingArguments)])
@@ -80,3 +99,14 @@ def test_an_adapters_head_is_not_wiped(tmp_path, tiny_vit, kinds):
             refused(copy.deepcopy(loaded))
     train(tmp_path / "c", loaded, entame_method="keep", learning_rate=1e-9)
     torch.testing.assert_close(find_heads(loaded)[0].module.weight, before, rtol=1e-3, atol=1e-6)
+
+
+def test_another_layer_that_an_adapter_saves_is_no_head(tmp_path, tiny_vit):
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["classifier", "fc1"])
+    adapted = get_peft_model(copy.deepcopy(tiny_vit), config)
+    changed = [each for name, each in adapted.named_parameters() if ".fc1.modules_to_save." in name]
+    for parameter in changed:
+        parameter.data.add_(1)
+    assert changed
+    assert not has_trained_head(adapted)
+    apply_entame(adapted)
