@@ -42,5 +42,5 @@ def check_app(folder: Path, repository: str | None = None) -> None:
 
 
 def _files(folder: Path, repository: str | None) -> dict[Path, str]:
-    app = _APP.format(model=repository or ".", title=(repository or folder.absolute().name))
+    app = _APP.format(model=repository or ".", title=repository or "Image classification")
     return {folder / "app.py": app, folder / "requirements.txt": _REQUIREMENTS}
