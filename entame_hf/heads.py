@@ -194,9 +194,9 @@ _known_paths: dict[tuple[Any, str], list[str]] = {}
 
 def _stock_paths(model: PreTrainedModel) -> list[str]:
     """List the leaves of a transformers model, as its class builds it, whose outputs follow the number of labels."""
-    config = copy.deepcopy(model.config)
-    key = type(model), config.to_json_string()
+    key = type(model), model.config.to_json_string()
     if key not in _known_paths:
+        config = copy.deepcopy(model.config)
         config.num_labels = number = (config.num_labels or 0) + 1
         with torch.device("meta"), suppress(Exception):
             # A class of the user's own may be built from more than a config.
