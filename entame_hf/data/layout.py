@@ -176,7 +176,7 @@ def _refuse_classes_inside(root: Folder) -> None:
             other = seen[repeated[0]]
             raise InputError(
                 f"In {root.path}, the splits of {other} and of {folder.name} hold the same folders "
-                f"({listed(repeated)}). If these are the classes, train on one of both: `data_dir={folder.path}`; if "
+                f"({listed(repeated)}). If these are the classes, train on one of them: `data_dir={folder.path}`; if "
                 f"{other} and {folder.name} are the classes, give `data_layout={CLASSES_OF_SPLITS}`."
             )
         seen |= dict.fromkeys(held - seen.keys(), folder.name)
