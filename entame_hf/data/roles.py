@@ -31,8 +31,8 @@ def split_by_column(source: Source, named: set[str], label_column_name: str | No
     """Split tables by a column that names splits.
 
     Raises:
-        InputError: If a column has values that name splits, or is called "split", and others, and none of them is
-            `named`; or if it says otherwise than the splits that there are.
+        InputError: If a column of splits has other values too, and none of them is `named`; or if it contradicts the
+            splits that there are.
     """
     whole = dict(source.splits)
     for own, rows in whole.items():

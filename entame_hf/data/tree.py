@@ -15,10 +15,16 @@ from .splits import normal
 METADATA_FILES = frozenset({"metadata.csv", "metadata.jsonl", "metadata.parquet"})
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow", ".tar"})
 
-# Suffixes of other files. These are images only if they begin as one; any other file may be one, whatever its suffix.
+# Files that are text: a name, or a suffix.
+_TEXT_NAMES = r"readme|licen[sc]e|copying|makefile|(md5|sha256)sums"
+_TEXT_SUFFIXES = (
+    r"txt|md|rst|[ct]sv|json|jsonl|ndjson|xml|html?|css|js|ya?ml|toml|ini|cfg|log|lock|py|ipynb|sh|bat|m|r|c|cpp|h"
+)
+_TEXT = re.compile(rf"{_TEXT_NAMES}|.*\.({_TEXT_SUFFIXES})", re.IGNORECASE)
+
+# Text and others. These are images only if they begin as one; any other file may be one, whatever its suffix.
 _OTHER = re.compile(
-    r"thumbs\.db|desktop\.ini|readme|licen[sc]e|copying|makefile|(md5|sha256)sums|.*\.("
-    r"txt|md|rst|[ct]sv|json|jsonl|ndjson|xml|html?|css|js|ya?ml|toml|ini|cfg|log|lock|py|ipynb|sh|bat|m|r|c|cpp|h|"
+    rf"thumbs\.db|desktop\.ini|{_TEXT_NAMES}|.*\.({_TEXT_SUFFIXES}|"
     r"zip|gz|tgz|bz2|xz|7z|rar|pdf|docx?|xlsx?|pptx?|rtf|np[yz]|mat|pkl|pickle|pth?|h5|hdf5|onnx|safetensors|"
     r"tfrecord|record|feather|sqlite|mp[34]|avi|mov|mkv|webm|wav|exe|dll|lnk|url|sha256|md5|parquet|arrow|tar)",
     re.IGNORECASE,
@@ -26,12 +32,6 @@ _OTHER = re.compile(
 
 # Folders that lie beside those of the images, if they hold nothing but text.
 _BESIDE_IMAGES = frozenset({"annotations", "code", "docs", "imagesets", "info", "labels", "lists", "meta", "metadata"})
-# Of the other files, text.
-_TEXT = re.compile(
-    r"readme|licen[sc]e|copying|makefile|(md5|sha256)sums|.*\.("
-    r"txt|md|rst|[ct]sv|json|jsonl|ndjson|xml|html?|css|js|ya?ml|toml|ini|cfg|log|lock|py|ipynb|sh|bat|m|r|c|cpp|h)",
-    re.IGNORECASE,
-)
 
 _IMAGE = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftyp(hei|hev|mif1|msf1|avif)|\xff\x0a|\0\0\0\x0cJXL ",
