@@ -92,7 +92,6 @@ PRIVATE = {
     "_name_or_path": ("transformers", lambda _: PreTrainedConfig()),
     "_C": ("torch", lambda _: torch),
     "_current_graph_task_id": ("torch", lambda _: torch._C),
-    "_foreach_copy_": ("torch", lambda _: torch),
     "_modules": ("torch", lambda _: nn.Linear(1, 1)),
     "_parameters": ("torch", lambda _: nn.Linear(1, 1)),
     "_forward_hooks": ("torch", lambda _: nn.Linear(1, 1)),
